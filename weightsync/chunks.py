@@ -1,0 +1,235 @@
+"""Copies between many tensors and one contiguous slot, with the digests made on the way.
+
+A slot is cut into chunks of 512 KiB. Each chunk is copied and digested by one thread while it
+lies in that core's cache, so that a digest costs little on top of the copy. Torch is not needed
+here: tensors are addresses, and the slot is a buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsync.manifest import Manifest
+
+CHUNK = 512 << 10
+"""Bytes. Source and destination of one chunk fit a core's second-level cache of 1 MiB."""
+
+Addresses = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+
+# Releases the interpreter lock while it copies, like everything called through CDLL.
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
+
+
+class Geometry:
+    """Which bytes of which tensors each chunk of a slot holds. Computed once per manifest.
+
+    One *row* is the part of one tensor inside one chunk.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.nbytes = manifest.nbytes
+        self.chunks = -(-manifest.nbytes // CHUNK)
+        offsets = np.array([spec.offset for spec in manifest.tensors], dtype=np.int64)
+        sizes = np.array([spec.nbytes for spec in manifest.tensors], dtype=np.int64)
+        first = offsets // CHUNK
+        last = np.maximum(offsets + sizes - 1, offsets) // CHUNK
+        self.first_chunk, self.last_chunk = first, last
+        rows = np.where(sizes > 0, last - first + 1, 0)
+        self.tensor = np.repeat(np.arange(len(sizes)), rows)
+        row_in_tensor = np.arange(len(self.tensor)) - np.repeat(np.cumsum(rows) - rows, rows)
+        chunk = first[self.tensor] + row_in_tensor
+        begin = np.maximum(offsets[self.tensor], chunk * CHUNK)
+        end = np.minimum(offsets[self.tensor] + sizes[self.tensor], (chunk + 1) * CHUNK)
+        self.in_slot = begin
+        self.in_tensor = begin - offsets[self.tensor]
+        self.length = end - begin
+        # Tensors ascend in the slot, so rows are already sorted by chunk.
+        self.row_of_chunk = np.searchsorted(chunk, np.arange(self.chunks + 1))
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        return chunk * CHUNK, min((chunk + 1) * CHUNK, self.nbytes)
+
+    def chunks_of(self, tensor: int) -> range:
+        """The chunks that hold any byte of a tensor (by its index in the manifest)."""
+        return range(int(self.first_chunk[tensor]), int(self.last_chunk[tensor]) + 1)
+
+    def tensors_in(self, chunks: Sequence[int]) -> list[int]:
+        """The indices of the tensors with a byte in any of these chunks."""
+        flagged = np.zeros(self.chunks + 1, dtype=bool)
+        flagged[list(chunks)] = True
+        rows = flagged[self.in_slot // CHUNK]
+        return sorted(set(self.tensor[rows].tolist()))
+
+    def changed(self, before: Digests, after: Digests) -> int:
+        """How many tensors lie in chunks whose digests differ. An upper bound, exact at zero."""
+        different = np.concatenate([[0], np.cumsum(before != after)])
+        nonempty = np.zeros(len(self.first_chunk), dtype=bool)
+        nonempty[self.tensor] = True
+        touched = different[self.last_chunk[nonempty] + 1] > different[self.first_chunk[nonempty]]
+        return int(np.count_nonzero(touched))
+
+
+class Copier:
+    """A few threads that move chunks. One per publisher or subscriber; not shared."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        # Memory bandwidth is spent long before the cores are, on any machine with many of them.
+        self.threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def read(
+        self,
+        geometry: Geometry,
+        slot: memoryview,
+        targets: Addresses,
+        expected: Digests | None,
+    ) -> list[int]:
+        """Copy the slot into tensors, each chunk only after its digest was found right.
+
+        Args:
+            slot: readable, at least ``geometry.nbytes`` long.
+            targets: for each tensor the address to write its bytes to, or 0 to leave it out.
+            expected: the digests to compare with, or None not to.
+
+        Returns:
+            The chunks whose digest is wrong; nothing was copied out of those.
+        """
+        rows, row_of_chunk = _present(geometry, targets)
+        base = _address(slot)
+        out_of = (geometry.in_slot[rows] + base).tolist()
+        into = (targets[geometry.tensor[rows]] + geometry.in_tensor[rows]).tolist()
+        length = geometry.length[rows].tolist()
+        wanted = None if expected is None else expected.tolist()
+        wrong: list[int] = []
+
+        def work(chunk: int) -> None:
+            begin, end = geometry.bounds(chunk)
+            if wanted is not None and xxhash.xxh3_64_intdigest(slot[begin:end]) != wanted[chunk]:
+                wrong.append(chunk)
+                return
+            for row in range(row_of_chunk[chunk], row_of_chunk[chunk + 1]):
+                _memmove(into[row], out_of[row], length[row])
+
+        self.each(geometry.chunks, work)
+        return sorted(wrong)
+
+    def verify(
+        self, geometry: Geometry, slot: memoryview, expected: Digests, chunks: Sequence[int]
+    ) -> list[int]:
+        """The chunks among ``chunks`` whose digest is wrong."""
+        wanted = expected.tolist()
+        wrong: list[int] = []
+
+        def work(index: int) -> None:
+            begin, end = geometry.bounds(chunks[index])
+            if xxhash.xxh3_64_intdigest(slot[begin:end]) != wanted[chunks[index]]:
+                wrong.append(chunks[index])
+
+        self.each(len(chunks), work)
+        return sorted(wrong)
+
+    def each(self, count: int, work: Callable[[int], None]) -> None:
+        """Call ``work(0) ... work(count - 1)``, spread over the threads as they get free."""
+        if count < 4 or self.threads == 1:
+            for index in range(count):
+                work(index)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads, "weightsync copy")
+        indices = itertools.count()  # next() on it is atomic under the interpreter lock
+
+        def loop(_: int) -> None:
+            while (index := next(indices)) < count:
+                work(index)
+
+        list(self._pool.map(loop, range(self.threads)))
+
+
+class SlotWriter:
+    """Fills one slot with one version, tensor by tensor or all at once, and digests it.
+
+    A chunk is digested right after its last tensor was copied, while it lies in the cache.
+    """
+
+    def __init__(self, geometry: Geometry, slot: memoryview, copier: Copier) -> None:
+        self._geometry = geometry
+        self._slot = slot
+        self._copier = copier
+        self._base = _address(slot)
+        self._rows_left = np.diff(geometry.row_of_chunk)
+        self._written = np.zeros(len(geometry.first_chunk), dtype=bool)
+        self._digests = np.zeros(geometry.chunks, dtype=np.uint64)
+
+    def write(self, tensors: Sequence[int], addresses: Sequence[int]) -> None:
+        """Copy tensors in.
+
+        Args:
+            tensors: their indices in the manifest, each at most once in a slot's life.
+            addresses: where their contiguous bytes lie, or 0 if they are in the slot already.
+                The caller keeps them alive until this returns.
+        """
+        geometry = self._geometry
+        address_of = np.full(len(self._written), -1, dtype=np.int64)
+        address_of[list(tensors)] = addresses
+        self._written[list(tensors)] = True
+        rows = np.flatnonzero(address_of[geometry.tensor] >= 0)
+        source = address_of[geometry.tensor[rows]]
+        out_of = np.where(source > 0, source + geometry.in_tensor[rows], 0).tolist()
+        into = (geometry.in_slot[rows] + self._base).tolist()
+        length = geometry.length[rows].tolist()
+        chunk_of_row = geometry.in_slot[rows] // CHUNK
+        chunks, begin = np.unique(chunk_of_row, return_index=True)
+        bounds = [*begin.tolist(), len(rows)]
+        self._rows_left[chunks] -= np.diff(bounds)
+        complete = (self._rows_left[chunks] == 0).tolist()
+        numbers = chunks.tolist()
+
+        def work(index: int) -> None:
+            for row in range(bounds[index], bounds[index + 1]):
+                if out_of[row]:
+                    _memmove(into[row], out_of[row], length[row])
+            if complete[index]:
+                self._digest(numbers[index])
+
+        self._copier.each(len(numbers), work)
+
+    def missing(self) -> list[int]:
+        """The indices of the tensors that were not written yet."""
+        return np.flatnonzero(~self._written).tolist()
+
+    def digests(self) -> Digests:
+        """The digest of every chunk, once every tensor was written."""
+        for chunk in np.flatnonzero(np.diff(self._geometry.row_of_chunk) == 0).tolist():
+            self._digest(chunk)  # nothing but padding
+        return self._digests
+
+    def _digest(self, chunk: int) -> None:
+        begin, end = self._geometry.bounds(chunk)
+        self._digests[chunk] = xxhash.xxh3_64_intdigest(self._slot[begin:end])
+
+
+def _present(geometry: Geometry, addresses: Addresses) -> tuple[npt.NDArray[np.intp], list[int]]:
+    """The rows of the tensors that have an address, and where each chunk's rows begin."""
+    present = addresses[geometry.tensor] != 0
+    before = np.concatenate([[0], np.cumsum(present)])
+    return np.flatnonzero(present), before[geometry.row_of_chunk].tolist()
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

@@ -1,0 +1,156 @@
+"""What an inference engine must offer to be driven by a receiver.
+
+An engine knows nothing of transports: it is given an open snapshot, and the address under which
+its own worker processes can open one themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from weightsync.deadline import Deadline
+from weightsync.errors import EngineError
+from weightsync.manifest import Manifest
+from weightsync.transport import Snapshot
+from weightsync.version import Version
+
+
+@dataclass(frozen=True)
+class Update:
+    """One version, on its way into an engine.
+
+    Attributes:
+        url: the scheme's URL, for worker processes that open the snapshot themselves.
+        snapshot: this process's lease; open at least until the engine holds a newer version.
+    """
+
+    url: str
+    version: Version
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the names sent and the names an engine has fit together."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of comparing what an engine holds with the version it claims.
+
+    Attributes:
+        different: names whose bytes differ.
+        unchecked: names that could not be compared.
+    """
+
+    version: Version
+    checked: int
+    different: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.different and not self.unchecked
+
+
+class Engine(ABC):
+    """An inference engine. The receiver calls, in this order and from one thread at a time:
+
+    ``connect`` once; then for each update ``check`` and ``stage`` while requests run, ``pause``,
+    ``apply``, ``flush``, ``label``, and ``resume`` in any case. If anything after ``pause`` fails,
+    ``apply`` is called again with the last good version.
+    """
+
+    @property
+    @abstractmethod
+    def target(self) -> Any:
+        """The object whose weights are updated: the one the user passed."""
+
+    def connect(self, url: str, deadline: Deadline) -> None:
+        """Get ready to take updates from this scheme.
+
+        Raises:
+            EngineError: the engine is not set up for it; says what to change.
+        """
+
+    def check(self, manifest: Manifest) -> Fit:
+        """Compare names, shapes and dtypes with what the engine has, touching nothing.
+
+        Raises:
+            MismatchError: they do not fit; lists both sides.
+        """
+        return Fit()
+
+    def stage(self, update: Update, deadline: Deadline) -> None:
+        """Do whatever can be done while requests still run: read, verify, prefetch."""
+
+    def pause(self, deadline: Deadline) -> None:
+        """Let no request make progress until ``resume``."""
+
+    @abstractmethod
+    def apply(self, update: Update, deadline: Deadline) -> None:
+        """Load the weights, in place. May leave a mix behind if it fails."""
+
+    def unrestored(self) -> Sequence[str]:
+        """Names of tensors that the engine lost (in sleep) and that no update brings back."""
+        return ()
+
+    def flush(self, deadline: Deadline) -> None:
+        """Drop every cache that was computed with the old weights, and make sure it is gone.
+
+        Raises:
+            EngineError: the engine did not confirm it.
+        """
+
+    def label(self, version: Version | None) -> None:
+        """Make the version visible to whoever asks the engine. None: no whole version is held."""
+
+    def resume(self) -> None:
+        """Let requests go on."""
+
+    def lost_weights(self) -> bool:
+        """Whether the engine dropped its weights since the last ``apply``, in sleep for instance."""
+        return False
+
+    def verify(self, update: Update) -> Verification:
+        """Compare what the engine holds with a version, bit for bit."""
+        return Verification(update.version, 0, (), tuple(update.snapshot.manifest.by_name))
+
+    def close(self) -> None:
+        """Give back what ``connect`` took. The engine itself goes on."""
+
+
+EngineMaker = Callable[..., Engine]
+
+
+def as_engine(target: Any, **options: Any) -> Engine:
+    """Choose the engine for whatever the user passed.
+
+    Raises:
+        EngineError: nothing here can drive it, or it does not take these options.
+    """
+    if isinstance(target, Engine):
+        if options:
+            raise EngineError(f"an Engine takes no options: {', '.join(options)}")
+        return target
+    from weightsync.engines import ENGINES
+
+    plugged = [point.load() for point in entry_points(group="weightsync.engines")]
+    for accepts, make in [*ENGINES, *plugged]:
+        if accepts(target):
+            try:
+                engine: Engine = make(target, **options)
+            except TypeError as error:
+                raise EngineError(f"{type(target).__name__}: {error}") from None
+            return engine
+    raise EngineError(
+        f"a {type(target).__name__} is not an engine: pass an nn.Module, a mapping of names to "
+        "tensors, a vllm.LLM, or your own subclass of weightsync.Engine"
+    )

@@ -1,0 +1,2 @@
+from weightsync.engines.module import ModuleEngine as VLLMEngine
+def accepts(x): return False

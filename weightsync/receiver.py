@@ -1,0 +1,416 @@
+"""The inference end: one class for every scheme and every engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from weightsync.deadline import Deadline
+from weightsync.engine import Engine, Fit, Update, Verification, as_engine
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    EngineUnusableError,
+    VersionGoneError,
+    WeightSyncError,
+)
+from weightsync.report import ReceiverReport, Seconds, State, SyncReport
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.scheme import WeightSyncScheme
+
+log = logging.getLogger("weightsync")
+
+_REPORT_SECONDS = 5.0
+"""How long a receiver whose engine is not set up waits for a sender to tell it so."""
+
+
+class Receiver:
+    """Watches for new versions and puts them into an engine.
+
+    Updates are applied by ``poll_and_apply``, by iterating, in the background after ``follow``,
+    or by a sender in the same process it was attached to; one at a time in any case.
+
+    Args:
+        scheme: as on the sender's side.
+        engine: see :func:`weightsync.engine.as_engine`.
+        id: how the sender knows this receiver; unique in the run. Letters, digits, ``._-``.
+        apply_timeout: seconds that one update of the engine may take, once it has begun.
+        **options: of the engine.
+    """
+
+    def __init__(
+        self,
+        scheme: WeightSyncScheme,
+        engine: Any,
+        *,
+        id: str | None = None,
+        apply_timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        self.scheme = scheme
+        self.id = id or _new_id()
+        self._engine = as_engine(engine, **options)
+        self._options = options
+        self._apply_timeout = apply_timeout
+        self._subscriber = scheme.create_subscriber(self.id)
+        self._held: Update | None = None
+        self._attempted: Version | None = None
+        self._state: State = "connected"
+        self._error: str | None = None
+        self._seconds = Seconds()
+        self._connected = False
+        self._busy = threading.RLock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ---------------------------------------------------------------- set-up
+
+    def connect(self, timeout: float = 60.0) -> None:
+        """Check the engine and find the sender. A failing engine is reported to the sender too.
+
+        Raises:
+            EngineError: the engine is not set up for weight transfer; says what to change.
+            DeadlineError: no live sender showed up.
+        """
+        deadline = Deadline(timeout)
+        with self._busy:
+            try:
+                self._engine.connect(self.scheme.to_url(), deadline)
+            except Exception as error:
+                self._state, self._error = "failed", _words(error)
+                self._tell_failure(deadline.at_most(_REPORT_SECONDS))
+                raise
+            self._subscriber.open(deadline)
+            self._connected = True
+            self._acknowledge()
+
+    def _tell_failure(self, deadline: Deadline) -> None:
+        try:
+            self._subscriber.open(deadline)
+            self._acknowledge()
+        except (WeightSyncError, OSError) as error:
+            log.warning("receiver %s could not tell the sender of its failure: %s", self.id, error)
+        finally:
+            self._subscriber.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def version(self) -> Version | None:
+        """The whole, confirmed version the engine holds."""
+        return self._held.version if self._held else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine holds a confirmed version, and has not lost it in sleep."""
+        return self._held is not None and not self._engine.lost_weights()
+
+    def status(self) -> ReceiverReport:
+        """Where this receiver stands; the same that the sender sees."""
+        return ReceiverReport(
+            self.id,
+            self._state,
+            self.version,
+            self._attempted,
+            self._error,
+            socket.gethostname(),
+            os.getpid(),
+            self._seconds,
+        )
+
+    def require_ready(self) -> None:
+        """
+        Raises:
+            EngineUnusableError: the engine holds no whole known version; says why.
+        """
+        if self._engine.lost_weights():
+            raise EngineUnusableError(f"receiver {self.id!r}: the engine lost its weights in sleep")
+        if self._held is None:
+            why = f": {self._error}" if self._error else ", none has arrived yet"
+            raise EngineUnusableError(f"receiver {self.id!r} holds no version{why}")
+
+    # ---------------------------------------------------------------- updates
+
+    def poll_and_apply(self, timeout: float = 0.0) -> SyncReport | None:
+        """Apply the newest version if it is newer than what the engine holds.
+
+        Weights that the engine lost in sleep are applied again, whatever their version.
+
+        Args:
+            timeout: seconds to wait for a new version. Applying it has its own,
+                ``apply_timeout``.
+
+        Returns:
+            What was applied, or None if nothing new was there.
+
+        Raises:
+            MismatchError, CorruptError, EngineError, ...: it could not be applied. The engine
+            holds the last good version, or is unusable, as ``status()`` says.
+        """
+        self._require_connected()
+        deadline = Deadline(timeout)
+        while True:
+            after = None if self._engine.lost_weights() else self.version
+            version = self._subscriber.wait(after, deadline)
+            if version is None:
+                return None
+            try:
+                return self.apply_weights(version)
+            except VersionGoneError:
+                # Newer ones came while this one was looked at: take the newest there is.
+                continue
+
+    def apply_weights(
+        self, version: Version | None = None, timeout: float | None = None
+    ) -> SyncReport:
+        """Apply a version now, also if the engine holds it already.
+
+        Args:
+            version: None for the newest.
+            timeout: seconds in all; None for ``apply_timeout``.
+
+        Raises:
+            DeadlineError: there is no version yet. Otherwise as ``poll_and_apply``.
+        """
+        self._require_connected()
+        deadline = Deadline(self._apply_timeout if timeout is None else timeout)
+        with self._busy:
+            if version is None:
+                version = self._subscriber.wait(None, deadline)
+                if version is None:
+                    raise DeadlineError(f"no version within {deadline.seconds:.1f} s")
+            return self._apply(version, deadline)
+
+    def _apply(self, version: Version, deadline: Deadline) -> SyncReport:
+        began = time.perf_counter()
+        snapshot = self._subscriber.snapshot(version, deadline)
+        update = Update(self.scheme.to_url(), version, snapshot)
+        paused = 0.0
+        try:
+            fit = self._engine.check(snapshot.manifest)
+            self._engine.stage(update, deadline)
+            pause_began = time.perf_counter()
+            try:
+                self._engine.pause(deadline)
+                self._load(update, deadline)
+            finally:
+                self._engine.resume()
+                paused = time.perf_counter() - pause_began
+        except BaseException as error:
+            if self._held is None or self._held.snapshot is not snapshot:
+                snapshot.close()
+            self._attempted, self._error = version, _words(error)
+            self._seconds = Seconds(apply=time.perf_counter() - began, pause=paused)
+            self._acknowledge()
+            raise
+        former, self._held = self._held, update
+        if former is not None:
+            former.snapshot.close()
+        self._state, self._error, self._attempted = "applied", None, version
+        total = time.perf_counter() - began
+        self._seconds = Seconds(apply=total, pause=paused, total=total)
+        self._acknowledge()
+        return self._report(update, fit)
+
+    def _load(self, update: Update, deadline: Deadline) -> None:
+        """Load, flush and label; on failure bring the last good version back."""
+        try:
+            self._load_whole(update, deadline)
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def _load_whole(self, update: Update, deadline: Deadline) -> None:
+        self._engine.apply(update, deadline)
+        invalid = self._engine.unrestored()
+        if invalid:
+            raise EngineError(
+                f"tensors that the engine lost in sleep were not restored: {', '.join(invalid)}"
+            )
+        self._engine.flush(deadline)
+        self._engine.label(update.version)
+
+    def _recover(self, cause: BaseException) -> None:
+        """Put the last good version back, or say that the engine holds none."""
+        held = self._held
+        why = "there is no earlier version"
+        if held is not None:
+            try:
+                self._load_whole(held, Deadline(self._apply_timeout))
+                self._state = "rolled back"
+                return
+            except Exception as error:
+                why = f"rolling back to {held.version} failed: {_words(error)}"
+                held.snapshot.close()
+                self._held = None
+        self._state = "unusable"
+        log.error("receiver %s is unusable until the next full update: %s", self.id, why)
+        try:
+            self._engine.label(None)
+        except Exception as error:
+            log.warning("receiver %s: the engine keeps its label: %s", self.id, _words(error))
+        if hasattr(cause, "add_note"):
+            cause.add_note(f"the engine holds no whole version now: {why}")
+
+    def _report(self, update: Update, fit: Fit) -> SyncReport:
+        specs = update.snapshot.manifest.tensors
+        return SyncReport(
+            update.version,
+            self.scheme.url_scheme,
+            sum(spec.nbytes for spec in specs),
+            len(specs),
+            None,
+            self._seconds,
+            fit.missing,
+            fit.unexpected,
+        )
+
+    # ---------------------------------------------------------------- other ways to be driven
+
+    def __iter__(self) -> Iterator[SyncReport]:
+        """Wait for versions and apply them, one report each, until ``shutdown``."""
+        while not self._stop.is_set():
+            report = self.poll_and_apply(timeout=0.5)
+            if report is not None:
+                yield report
+
+    def follow(
+        self,
+        on_update: Callable[[SyncReport], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Apply new versions in a background thread until ``shutdown``.
+
+        Use ``with receiver.hold():`` around whatever must not see weights change, and around
+        every call of an engine that must not be called from two threads (``vllm.LLM``).
+
+        Errors are logged, given to ``on_error``, and retried after a growing pause.
+        """
+        self._require_connected()
+        if self._thread is not None:
+            raise WeightSyncError("follow() was called before")
+
+        def run() -> None:
+            pause = 0.0
+            while not self._stop.wait(pause):
+                try:
+                    report = self.poll_and_apply(timeout=0.2)
+                    pause = 0.0
+                    if report is not None and on_update is not None:
+                        on_update(report)
+                except Exception as error:
+                    if self._stop.is_set():
+                        return
+                    pause = min(30.0, 2 * pause or 0.5)
+                    log.warning("receiver %s: %s", self.id, _words(error))
+                    if on_error is not None:
+                        on_error(error)
+
+        self._thread = threading.Thread(target=run, name=f"weightsync {self.id}", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def hold(self) -> Iterator[Version | None]:
+        """No update is applied inside; gives the version that the engine holds."""
+        with self._busy:
+            yield self.version
+
+    def rebind(self, engine: Any, **options: Any) -> None:
+        """Drive another object from now on (a copy of the model, for instance).
+
+        It holds no version until the next update; ``apply_weights()`` makes it current at once.
+        """
+        new = as_engine(engine, **(options or self._options))
+        with self._busy:
+            if self._connected:
+                new.connect(self.scheme.to_url(), Deadline(self._apply_timeout))
+            self._engine.close()
+            self._engine = new
+            if self._held is not None:
+                self._held.snapshot.close()
+            self._held = None
+            self._state = "connected"
+            if self._connected:
+                self._acknowledge()
+
+    def is_bound_to(self, target: Any) -> bool:
+        """Whether updates go to this very object, and not to something it was copied from."""
+        return self._engine.target is target or self._engine is target
+
+    def verify_weights(self) -> Verification:
+        """Compare what the engine holds with the version it claims, bit for bit.
+
+        Raises:
+            EngineUnusableError: it claims none.
+        """
+        with self._busy:
+            if self._held is None:
+                raise EngineUnusableError(f"receiver {self.id!r} holds no version to compare with")
+            self._held.snapshot.verify()
+            return self._engine.verify(self._held)
+
+    # ---------------------------------------------------------------- the end
+
+    def shutdown(self) -> None:
+        """Stop following, end the leases, sign off. The engine keeps its weights. Idempotent."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self._apply_timeout)
+        with self._busy:
+            if self._held is not None:
+                self._held.snapshot.close()
+            if self._connected:
+                self._engine.close()
+            self._connected = False
+            self._subscriber.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _acknowledge(self) -> None:
+        try:
+            self._subscriber.acknowledge(self.status())
+        except (WeightSyncError, OSError) as error:
+            # The engine is as it is; a sender that cannot be told will see a late receiver.
+            log.warning("receiver %s could not acknowledge: %s", self.id, error)
+
+    def _require_connected(self) -> None:
+        if not self._connected:
+            raise WeightSyncError("the receiver is not connected: call connect() first")
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _new_id() -> str:
+    """Unique over hosts, processes and time, and says whose it is."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:50]
+    return f"r-{host}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -1,0 +1,90 @@
+"""What an update did: the reports that senders and receivers return."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from weightsync.version import Version
+
+State = Literal["connected", "applied", "rolled back", "unusable", "failed", "dead", "waiting"]
+"""Where a receiver stands.
+
+``connected``: holds no version yet; ``applied``: holds the version reported; ``rolled back``: an
+update failed and the engine holds the last good version; ``unusable``: an update failed and the
+engine holds no whole version; ``failed``: its set-up failed; ``dead``: its process is gone;
+``waiting``: it has not answered within the deadline.
+"""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock seconds of each phase; phases of several receivers are those of the slowest."""
+
+    extract: float = 0.0
+    """Trainer: getting the tensors out of the source (gathering, merging, walking the module)."""
+    transfer: float = 0.0
+    """Trainer: moving the bytes into the transport, digests included, until they are visible."""
+    apply: float = 0.0
+    """Engine: from seeing the version to holding it, caches flushed."""
+    pause: float = 0.0
+    """Engine: the part of ``apply`` during which no request made progress."""
+    total: float = 0.0
+    """The whole call."""
+
+
+@dataclass(frozen=True)
+class ReceiverReport:
+    """What one receiver says of itself, and of the last version it tried.
+
+    Attributes:
+        version: the whole, confirmed version its engine holds, if any.
+        attempted: the last version it tried to apply, whatever came of it.
+        error: its own words, when the last attempt or its set-up failed.
+    """
+
+    receiver: str
+    state: State
+    version: Version | None = None
+    attempted: Version | None = None
+    error: str | None = None
+    host: str = ""
+    pid: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def __str__(self) -> str:
+        held = f"holds {self.version}" if self.version else "holds no version"
+        words = f": {self.error}" if self.error else ""
+        return f"receiver {self.receiver!r} (pid {self.pid} on {self.host}): {self.state}, {held}{words}"
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One update, as seen from the end that made it.
+
+    Attributes:
+        nbytes: bytes of the version, padding between tensors not counted.
+        tensors: number of tensors sent; a tied pair counts once.
+        changed: how many of them may differ from the version before. Counted over 512 KiB
+            chunks, so small neighbours of a changed tensor count too; 0 means that not a bit
+            changed. ``None`` where there is nothing to compare with, and on receivers.
+        missing: names the engine has and the sender did not send (receivers, ``strict=False``).
+        unexpected: names that were sent and the engine does not have (likewise).
+        skipped: the sender found no free buffer and was told not to wait: nothing was published.
+        receivers: what the receivers known at the end of the call said.
+    """
+
+    version: Version
+    scheme: str
+    nbytes: int
+    tensors: int
+    changed: int | None
+    seconds: Seconds
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    skipped: bool = False
+    receivers: tuple[ReceiverReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values, for logs."""
+        return asdict(self)

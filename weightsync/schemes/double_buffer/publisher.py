@@ -1,0 +1,582 @@
+"""The trainer's end of the double buffer: writes a free slot, then commits it by a rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.chunks import Copier, Digests, Geometry, SlotWriter
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    DeadlineError,
+    ProtocolError,
+    SenderBusyError,
+    SourceError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.files import Directory, Lock, is_locked
+from weightsync.manifest import Manifest, describe
+from weightsync.report import ReceiverReport
+from weightsync.schemes.double_buffer import layout
+from weightsync.schemes.double_buffer.layout import Commit
+from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, require_room, slot_size
+from weightsync.source import WeightSource
+from weightsync.transport import Published, Publisher
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.schemes.double_buffer import DoubleBufferScheme
+
+BUSY_SECONDS = 2.0
+"""How long a sender waits for another one that is just about to end."""
+
+
+class Generation:
+    """The slots for one manifest, mapped for writing."""
+
+    def __init__(self, directory: Directory, name: str, manifest: Manifest, slots: int) -> None:
+        self.directory = directory
+        self.name = name
+        self.manifest = manifest
+        self.geometry = Geometry(manifest)
+        self.index = {spec.name: number for number, spec in enumerate(manifest.tensors)}
+        size = slot_size(manifest)
+        # The locks come first: whoever sees a slot's bytes can lease them.
+        self.locks = [Lock(directory, layout.slot_lock(n), create=True) for n in range(slots)]
+        self.slots = [Slot.create(directory, n, size) for n in range(slots)]
+
+    def view(self, slot: int, tensor: int) -> torch.Tensor:
+        return self.slots[slot].view(self.manifest.tensors[tensor])
+
+
+class DoubleBufferPublisher(Publisher):
+    """See :class:`~weightsync.transport.Publisher`; the protocol is in docs/architecture.md."""
+
+    def __init__(self, scheme: DoubleBufferScheme) -> None:
+        self._scheme = scheme
+        self._run: Directory | None = None
+        self._lock: Lock | None = None
+        self._epoch = 0
+        self._generation: Generation | None = None
+        self._head: Commit | None = None
+        self._head_digests: Digests | None = None
+        # Answers to an earlier attempt at the head's version, which do not count for this one.
+        self._stale: dict[str, object] = {}
+        self._copier = Copier(scheme.threads)
+        self._pid = os.getpid()
+        self._end: weakref.finalize[..., DoubleBufferPublisher] | None = None
+
+    # ---------------------------------------------------------------- owning the run
+
+    def open(self, deadline: Deadline) -> int:
+        if self._run is not None and self._run.exists:
+            return self._epoch
+        run, lock = self._own(deadline)
+        self._run, self._lock = run, lock
+        self._generation = None
+        self._head_digests = None
+        before = self._former_epoch(run)
+        self._head = self._former_head(run)
+        if self._head is not None:
+            before = max(before, self._head.version.epoch)
+        # A clock's seconds keep epochs growing over a directory that was removed and made again.
+        self._epoch = max(before + 1, self._epoch + 1, int(time.time()))
+        lock.write(
+            json.dumps(
+                {"epoch": self._epoch, "host": socket.gethostname(), "pid": os.getpid()}
+            ).encode()
+        )
+        run.subdirectory(layout.RECEIVERS, create=True)
+        self._sweep(run)
+        self._pid = os.getpid()
+        # Also when the trainer ends without shutdown(), or lets go of the sender.
+        self._end = weakref.finalize(self, _end, run, lock, self._scheme.keep_files, self._pid)
+        return self._epoch
+
+    def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
+        path = self._scheme.path
+
+        def attempt() -> tuple[Directory, Lock] | None:
+            try:
+                run = Directory.open(path, create=True)
+            except FileNotFoundError:
+                parent = os.path.dirname(path)
+                raise WeightSyncError(f"{path}: there is no directory {parent}") from None
+            lock = Lock(run, layout.SENDER_LOCK, create=True)
+            # A former sender may have removed the directory between the two steps.
+            if lock.try_exclusive() and lock.is_file(run, layout.SENDER_LOCK) and run.exists:
+                return run, lock
+            lock.release()
+            return None
+
+        owned = deadline.at_most(BUSY_SECONDS).wait(attempt)
+        if owned is None:
+            owner = _owner(Directory.open(path))
+            raise SenderBusyError(
+                f"{path}: another sender ({owner}) is alive and owns this run; "
+                "give each trainer a path of its own"
+            )
+        return owned
+
+    @staticmethod
+    def _former_epoch(run: Directory) -> int:
+        try:
+            epoch = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))["epoch"]
+        except (OSError, ValueError, KeyError, TypeError, WeightSyncError):
+            return 0
+        return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
+
+    @staticmethod
+    def _former_head(run: Directory) -> Commit | None:
+        """The last commit of a former sender: its version stays readable until the first new one."""
+        try:
+            return Commit.from_json(run.read(layout.HEAD, layout.MAX_HEAD), layout.HEAD)
+        except FileNotFoundError:
+            return None
+        except ProtocolError:
+            run.remove(layout.HEAD)
+            return None
+
+    def _sweep(self, run: Directory) -> None:
+        """Remove what dead processes left: half-written files, records of receivers, generations."""
+        for name in run.names():
+            if layout.is_temporary(name):
+                run.remove(name)
+        records = run.subdirectory(layout.RECEIVERS)
+        for name in records.names():
+            if layout.is_temporary(name):
+                records.remove(name)
+            elif name.endswith(".json") and not is_locked(records, f"{name[:-5]}.lock"):
+                _forget(records, name[:-5])
+        self._drop_generations(run)
+
+    def _drop_generations(self, run: Directory) -> None:
+        """Remove every generation but the current one and the head's, unless somebody reads it."""
+        keep = {self._generation.name} if self._generation else set()
+        if self._head:
+            keep.add(self._head.generation)
+        for name in run.names():
+            if layout.generation_number(name) is not None and name not in keep:
+                _remove_generation(run, name)
+
+    # ---------------------------------------------------------------- room for a manifest
+
+    def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
+        run = self._owned()
+        current = self._generation
+        if current is not None and current.manifest == manifest:
+            return
+        reused = self._reusable(run, manifest)
+        name = reused or layout.generation_name(
+            max((layout.generation_number(n) or 0 for n in run.names()), default=0) + 1
+        )
+        if reused is None and current is None and self._head is not None and not self._leased(run):
+            # Left by a dead sender with another model, and nobody reads it: room for the new one.
+            run.remove(layout.HEAD)
+            self._head = None
+            self._drop_generations(run)
+        if reused is None:
+            require_room(run, self._scheme.slots * slot_size(manifest))
+        directory = run.subdirectory(name, create=True)
+        try:
+            generation = Generation(directory, name, manifest, self._scheme.slots)
+            if not reused:
+                directory.replace(layout.MANIFEST, manifest.to_json())
+        except BaseException:
+            if not reused:
+                del directory
+                _remove_generation(run, name)
+            raise
+        self._generation = generation
+        self._head_digests = None
+
+    def _reusable(self, run: Directory, manifest: Manifest) -> str | None:
+        """A generation that a dead sender left for the same manifest: its pages are warm."""
+        wanted = {layout.slot_bytes(slot) for slot in range(self._scheme.slots)}
+        for name in run.names():
+            if layout.generation_number(name) is None:
+                continue
+            try:
+                generation = run.subdirectory(name)
+                slots = {entry for entry in generation.names() if entry.endswith(".bin")}
+                data = generation.read(layout.MANIFEST, layout.MAX_MANIFEST)
+                if slots == wanted and Manifest.from_json(data) == manifest:
+                    return name
+            except (OSError, WeightSyncError):
+                continue
+        return None
+
+    @staticmethod
+    def _leased(run: Directory) -> bool:
+        """Whether a live process reads any slot of any generation."""
+        for name in run.names():
+            if layout.generation_number(name) is None:
+                continue
+            generation = run.subdirectory(name)
+            for entry in generation.names():
+                if entry.endswith(".lock"):
+                    lock = Lock(generation, entry)
+                    free = lock.try_exclusive()
+                    lock.release()
+                    if not free:
+                        return True
+        return False
+
+    # ---------------------------------------------------------------- publishing
+
+    def publish(
+        self,
+        version: Version,
+        weights: WeightSource,
+        deadline: Deadline,
+        receivers: Sequence[str] | None = None,
+    ) -> Published:
+        began = time.perf_counter()
+        self._require_newer(version)
+        for receiver in receivers or ():
+            if not layout.is_receiver_id(receiver):
+                raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
+        manifest = weights.manifest()
+        looked = time.perf_counter() - began
+        self.prepare(manifest, deadline)
+        generation = self._generation
+        assert generation is not None
+        nbytes = sum(spec.nbytes for spec in manifest.tensors)
+        count = len(manifest.tensors)
+        slot = self._free_slot(generation, deadline)
+        if slot is None:
+            return Published(nbytes, count, None, looked, 0.0, skipped=True)
+        try:
+            generation.directory.remove(layout.slot_record(slot))
+            digests, streamed = self._fill(generation, slot, weights, deadline)
+            commit = Commit(
+                version,
+                generation.name,
+                slot,
+                layout.digest_of(manifest, digests),
+                manifest.nbytes,
+                None if receivers is None else tuple(receivers),
+                time.time(),
+            )
+            same = self._same_number(commit)
+            if not same:
+                generation.directory.replace(
+                    layout.slot_digests(slot), digests.astype("<u8").tobytes()
+                )
+                generation.directory.replace(layout.slot_record(slot), commit.to_json())
+        finally:
+            # Free before it becomes the head, so that the first reader finds it so.
+            generation.locks[slot].unlock()
+        changed = self._changed(generation, digests)
+        run = self._owned()
+        if same:
+            # Nothing but the addressees can differ: the same weights stay where they are.
+            assert self._head is not None
+            commit = replace(self._head, receivers=commit.receivers, time=commit.time)
+            self._stale = self._record_signatures()
+        else:
+            self._head_digests = digests
+            self._stale = {}
+        run.replace(layout.HEAD, commit.to_json())
+        self._head = commit
+        self._drop_generations(run)
+        extract = looked + streamed
+        return Published(nbytes, count, changed, extract, time.perf_counter() - began - extract)
+
+    def _require_newer(self, version: Version) -> None:
+        if version.epoch != self._epoch:
+            raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
+        head = self._head.version if self._head else None
+        if head is not None and version < head:
+            raise VersionError(f"version {version.number} is older than the last, {head.number}")
+
+    def _same_number(self, commit: Commit) -> bool:
+        """Whether this is the head's version once more, with the same weights."""
+        if self._head is None or self._head.version != commit.version:
+            return False
+        if (self._head.generation, self._head.digest) != (commit.generation, commit.digest):
+            raise VersionError(
+                f"version {commit.version.number} was published before with other weights: "
+                "receivers that hold it would never see these; use a newer number"
+            )
+        return True
+
+    def _changed(self, generation: Generation, digests: Digests) -> int | None:
+        before = self._head_digests
+        if before is None or len(before) != len(digests):
+            return None
+        return generation.geometry.changed(before, digests)
+
+    def _free_slot(self, generation: Generation, deadline: Deadline) -> int | None:
+        """Lock a slot that is neither the head's nor leased, the longest unused one first."""
+        head = self._head
+        taken = head.slot if head and head.generation == generation.name else -1
+        order = [(taken + 1 + n) % len(generation.slots) for n in range(len(generation.slots))]
+
+        def attempt() -> int | None:
+            for slot in order:
+                if slot != taken and generation.locks[slot].try_exclusive():
+                    return slot
+            return None
+
+        slot = attempt()
+        if slot is not None or self._scheme.on_busy == "skip":
+            return slot
+        slot = deadline.wait(attempt)
+        if slot is None:
+            late = [r for r in self.receivers() if r.state != "dead" and r.version != _at(head)]
+            who = "; ".join(map(str, late)) or "a reader that is no receiver"
+            raise DeadlineError(
+                f"no free slot within {deadline.seconds:.1f} s: every slot but the newest is in "
+                f"use by {who}. More slots= give slow receivers more time; on_busy='skip' leaves "
+                "versions out instead of waiting"
+            )
+        return slot
+
+    def _fill(
+        self, generation: Generation, slot: int, weights: WeightSource, deadline: Deadline
+    ) -> tuple[Digests, float]:
+        """Write all tensors into the slot. Returns the digests, and the seconds the source took."""
+        writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
+        limit = None if weights.resident else self._scheme.bucket_bytes
+        bucket: list[torch.Tensor] = []
+        numbers: list[int] = []
+        addresses: list[int] = []
+        held = 0
+        streamed = 0.0
+        specs = generation.manifest.tensors
+        seen: set[int] = set()
+        stream = iter(weights.tensors())
+        while True:
+            asked = time.perf_counter()
+            try:
+                name, tensor = next(stream)
+            except StopIteration:
+                streamed += time.perf_counter() - asked
+                break
+            streamed += time.perf_counter() - asked
+            number = generation.index.get(name)
+            if number is None or number in seen:
+                what = "sent twice" if number is not None else "not in the manifest"
+                raise SourceError(f"tensor {name!r} is {what}")
+            seen.add(number)
+            spec = specs[number]
+            if tensor.shape != spec.shape:
+                sent = describe(tensor.dtype, tensor.shape)
+                raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
+            if _is_plain(tensor, spec.dtype):
+                bucket.append(tensor)
+                addresses.append(tensor.data_ptr() if spec.nbytes else 0)
+                held += spec.nbytes
+            else:
+                copy_tensor(generation.view(slot, number), tensor, name)
+                addresses.append(0)
+            numbers.append(number)
+            if limit is not None and held >= limit:
+                writer.write(numbers, addresses)
+                bucket.clear()
+                numbers.clear()
+                addresses.clear()
+                held = 0
+                if deadline.expired:
+                    raise DeadlineError(
+                        f"the source was not done within {deadline.seconds:.1f} s; "
+                        f"it had come to {name!r}"
+                    )
+        writer.write(numbers, addresses)
+        missing = writer.missing()
+        if missing:
+            names = ", ".join(repr(specs[number].name) for number in missing[:5])
+            raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
+        return writer.digests(), streamed
+
+    # ---------------------------------------------------------------- receivers
+
+    def receivers(self) -> list[ReceiverReport]:
+        return read_receivers(self._owned())
+
+    def wait_applied(
+        self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
+    ) -> list[ReceiverReport]:
+        settled: dict[str, ReceiverReport] = {}
+        stale = self._stale
+
+        def answered(report: ReceiverReport) -> bool:
+            if report.version is not None and report.version >= version:
+                return True
+            if report.state in ("dead", "failed"):
+                return True
+            if report.attempted is None or report.attempted < version:
+                return False
+            return not stale or stale.get(report.receiver) != current_signatures.get(report.receiver)
+
+        current_signatures: dict[str, object] = {}
+
+        def attempt() -> list[ReceiverReport] | None:
+            if stale:
+                current_signatures.update(self._record_signatures())
+            current = {report.receiver: report for report in self.receivers()}
+            for name in [*current, *settled]:
+                report = current.get(name) or replace(settled[name], state="dead")
+                settled[name] = report
+            wanted = list(settled) if receivers is None else list(receivers)
+            found = [settled[name] for name in wanted if name in settled]
+            if len(found) == len(wanted) > 0 and all(map(answered, found)):
+                return found
+            return None
+
+        reports = deadline.wait(attempt)
+        if reports is None:
+            wanted = list(settled) if receivers is None else list(receivers)
+            absent = [name for name in wanted if name not in settled]
+            reports = [
+                r if answered(r) else replace(r, state="waiting", error=r.error or "late")
+                for r in (settled[name] for name in wanted if name in settled)
+            ]
+            reports += [ReceiverReport(name, "waiting", error="never connected") for name in absent]
+        records = self._owned().subdirectory(layout.RECEIVERS)
+        for report in reports:
+            if report.state == "dead":  # said once; the next update does not count on it
+                _forget(records, report.receiver)
+        return reports
+
+    def _record_signatures(self) -> dict[str, object]:
+        records = self._owned().subdirectory(layout.RECEIVERS)
+        return {name[:-5]: records.signature(name) for name in records.names() if name[-5:] == ".json"}
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        self._generation = None
+        self._copier.close()
+        self._run = self._lock = None
+        if self._end is not None:
+            self._end()
+
+    def _owned(self) -> Directory:
+        if self._run is None or self._lock is None:
+            raise WeightSyncError("the publisher is not open")
+        if self._lock.released or self._pid != os.getpid():
+            raise WeightSyncError(
+                "this publisher was opened in another process; open one in this process"
+            )
+        if not self._run.exists:
+            raise WeightSyncError(
+                f"{self._run.path} was removed while the sender was using it; connect() again"
+            )
+        return self._run
+
+
+def read_receivers(run: Directory) -> list[ReceiverReport]:
+    """What the receivers of a run last said; ``dead`` where the process is gone.
+
+    A receiver that failed in its set-up has gone on purpose: it stays ``failed``.
+    """
+    try:
+        records = run.subdirectory(layout.RECEIVERS)
+    except FileNotFoundError:
+        return []
+    reports = []
+    for name in records.names():
+        receiver = name.removesuffix(".json")
+        if receiver == name or not layout.is_receiver_id(receiver):
+            continue
+        try:
+            data = records.read(name, layout.MAX_RECORD)
+            report = layout.report_from_json(data, f"{records.path}/{name}")
+        except FileNotFoundError:
+            continue
+        except ProtocolError as error:
+            report = ReceiverReport(receiver, "failed", error=str(error))
+        if report.receiver != receiver:
+            report = ReceiverReport(receiver, "failed", error=f"{name} is of another receiver")
+        if report.state != "failed" and not is_locked(records, f"{receiver}.lock"):
+            if records.signature(name) is None:  # it said goodbye in between
+                continue
+            report = replace(report, state="dead", error=report.error or "its process is gone")
+        reports.append(report)
+    return reports
+
+
+def _at(head: Commit | None) -> Version | None:
+    return head.version if head else None
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's memory is what is sent, byte for byte, in order."""
+    return (
+        tensor.dtype == dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def _owner(run: Directory) -> str:
+    try:
+        record = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))
+        return f"pid {int(record['pid'])} on {record['host']!s:.80}"
+    except (OSError, ValueError, KeyError, TypeError, WeightSyncError):
+        return "unknown"
+
+
+def _forget(records: Directory, receiver: str) -> None:
+    records.remove(f"{receiver}.json")
+    records.remove(f"{receiver}.lock")
+
+
+def _remove_generation(run: Directory, name: str) -> None:
+    """Remove a generation's files, if no process leases one of its slots."""
+    try:
+        generation = run.subdirectory(name)
+    except (FileNotFoundError, WeightSyncError):
+        return
+    names = [entry for entry in generation.names() if layout.is_generation_file(entry)]
+    locks = [Lock(generation, entry) for entry in names if entry.endswith(".lock")]
+    if all(lock.try_exclusive() for lock in locks):
+        for entry in names:
+            generation.remove(entry)
+        run.remove_subdirectory(name)
+    for lock in locks:
+        lock.release()
+
+
+def _remove_run(run: Directory) -> None:
+    """Remove everything that is ours. Mappings of readers stay valid, names are free at once."""
+    run.remove(layout.HEAD)
+    for name in run.names():
+        if layout.generation_number(name) is not None:
+            generation = run.subdirectory(name)
+            for entry in generation.names():
+                if layout.is_generation_file(entry):
+                    generation.remove(entry)
+            run.remove_subdirectory(name)
+        elif layout.is_temporary(name):
+            run.remove(name)
+    records = run.subdirectory(layout.RECEIVERS)
+    for entry in records.names():
+        if entry.endswith((".json", ".lock")) or layout.is_temporary(entry):
+            records.remove(entry)
+    run.remove_subdirectory(layout.RECEIVERS)
+    run.remove(layout.SENDER_LOCK)
+    with contextlib.suppress(OSError):  # somebody else's files are in it
+        os.rmdir(run.path)
+
+
+def _end(run: Directory, lock: Lock, keep_files: bool, pid: int) -> None:
+    if os.getpid() != pid or lock.released:
+        return  # a forked child ends without touching its parent's run
+    if run.exists and not keep_files:
+        _remove_run(run)
+    lock.release()

@@ -1,0 +1,112 @@
+"""One slot: a file as long as the weights, mapped once and written in place for its whole life."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+
+import torch
+
+from weightsync.errors import NoRoomError, ProtocolError, SourceError
+from weightsync.files import Directory
+from weightsync.manifest import Manifest, ParamSpec
+from weightsync.schemes.double_buffer import layout
+
+PAGE = 4096
+
+
+def slot_size(manifest: Manifest) -> int:
+    """Bytes of a slot's file: whole pages, and at least one."""
+    return max(PAGE, -(-manifest.nbytes // PAGE) * PAGE)
+
+
+class Slot:
+    """The mapping of one slot's bytes, and typed views into it."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.bytes = memoryview(mapping)
+        with warnings.catch_warnings():
+            # Readers' mappings are read-only on purpose; torch has no read-only tensors.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self._tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, generation: Directory, number: int, size: int) -> Slot:
+        """Open a slot for writing, with all its pages allocated and mapped.
+
+        A first touch of fresh shared memory costs five to fifteen times a warm copy, and may kill
+        the process where there is too little room: both are over and done with here.
+
+        Raises:
+            NoRoomError: there is too little room; says how much is missing.
+        """
+        fd = generation.open_file(layout.slot_bytes(number), os.O_RDWR | os.O_CREAT)
+        try:
+            status = os.fstat(fd)
+            if status.st_size != size:
+                os.ftruncate(fd, size)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                raise NoRoomError(
+                    f"{generation.path}: {error.strerror} for a buffer of {size:,} bytes"
+                ) from None
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate))
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, generation: Directory, number: int, size: int) -> Slot:
+        """Map a slot for reading.
+
+        Raises:
+            FileNotFoundError: it is gone. ProtocolError: the file is shorter than its manifest.
+        """
+        name = layout.slot_bytes(number)
+        fd = generation.open_file(name, os.O_RDONLY)
+        try:
+            found = os.fstat(fd).st_size
+            if found < size:  # reading past its end would be a bus error
+                raise ProtocolError(f"{generation.path}/{name}: {found} bytes instead of {size}")
+            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+    def view(self, spec: ParamSpec) -> torch.Tensor:
+        """The tensor at its place in the slot."""
+        flat = self._tensor[spec.offset : spec.offset + spec.nbytes]
+        return flat.view(spec.dtype).view(spec.shape)
+
+
+@torch.no_grad()
+def copy_tensor(into: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    """Copy values over: the one documented cast, any strides, any device.
+
+    Raises:
+        SourceError: torch has no such conversion.
+    """
+    try:
+        into.copy_(tensor)
+    except NotImplementedError:
+        # int1 to int7 and uint1 to uint7 have no copy kernel; their bytes are whole, though.
+        if tensor.dtype != into.dtype or into.dtype.itemsize != 1:
+            raise SourceError(
+                f"tensor {name!r}: torch cannot copy {tensor.dtype} to {into.dtype}"
+            ) from None
+        into.view(torch.uint8).copy_(tensor.view(torch.uint8))
+
+
+def require_room(directory: Directory, needed: int) -> None:
+    """Refuse early, and with a number, what would fail half-way.
+
+    Raises:
+        NoRoomError: fewer than ``needed`` bytes are free on the file system.
+    """
+    free = directory.free_bytes()
+    if free < needed:
+        raise NoRoomError(
+            f"{directory.path}: the buffers need {needed:,} more bytes, {free:,} are free "
+            "(fewer slots=, a smaller dtype=, or another file system?)"
+        )

@@ -1,0 +1,345 @@
+"""The inference end of the double buffer: watches the head and leases slots."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from weightsync.chunks import Copier, Digests, Geometry
+from weightsync.deadline import Deadline
+from weightsync.errors import (
+    CorruptError,
+    DeadlineError,
+    ManifestError,
+    ProtocolError,
+    SchemeError,
+    VersionGoneError,
+    WeightSyncError,
+)
+from weightsync.files import Directory, Lock, is_locked
+from weightsync.manifest import Manifest
+from weightsync.report import ReceiverReport
+from weightsync.schemes.double_buffer import layout
+from weightsync.schemes.double_buffer.layout import Commit
+from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
+from weightsync.transport import Snapshot, Subscriber
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.schemes.double_buffer import DoubleBufferScheme
+
+
+class MappedGeneration:
+    """A generation as its readers see it: the validated manifest, and the slots mapped so far."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self.directory = directory
+        self.name = name
+        try:
+            self.manifest = Manifest.from_json(
+                directory.read(layout.MANIFEST, layout.MAX_MANIFEST)
+            )
+        except ManifestError as error:
+            raise ManifestError(f"{directory.path}/{layout.MANIFEST}: {error}") from None
+        self.geometry = Geometry(self.manifest)
+        self.index = {spec.name: number for number, spec in enumerate(self.manifest.tensors)}
+        self._slots: dict[int, Slot] = {}
+
+    def slot(self, number: int) -> Slot:
+        if number not in self._slots:
+            self._slots[number] = Slot.open(self.directory, number, slot_size(self.manifest))
+        return self._slots[number]
+
+
+class DoubleBufferSubscriber(Subscriber):
+    """See :class:`~weightsync.transport.Subscriber`; the protocol is in docs/architecture.md."""
+
+    def __init__(self, scheme: DoubleBufferScheme, receiver: str | None) -> None:
+        if receiver is not None and not layout.is_receiver_id(receiver):
+            raise SchemeError(
+                f"a receiver's id has up to 100 letters, digits, '.', '_' and '-': {receiver!r:.120}"
+            )
+        self._scheme = scheme
+        self._path = scheme.reader_path or scheme.path
+        self._receiver = receiver
+        self._run: Directory | None = None
+        self._mine: Lock | None = None
+        self._said: ReceiverReport | None = None
+        self._generation: MappedGeneration | None = None
+        self._seen: tuple[tuple[int, int, int], Commit] | None = None
+        self._copier = Copier(scheme.threads)
+
+    def open(self, deadline: Deadline) -> None:
+        if self._run is not None and self._run.exists:
+            return
+        if deadline.wait(self._attach) is None:
+            raise DeadlineError(
+                f"no live sender at {self._path} within {deadline.seconds:.1f} s: is its "
+                "connect() done, and is the path the same on both sides?"
+            )
+
+    def _attach(self) -> bool | None:
+        """Find the run of a live sender, and put this receiver's record into it."""
+        try:
+            run = Directory.open(self._path)
+        except FileNotFoundError:
+            return None
+        if not is_locked(run, layout.SENDER_LOCK):
+            return None
+        if self._receiver is not None:
+            try:
+                records = run.subdirectory(layout.RECEIVERS)
+            except FileNotFoundError:
+                return None  # the sender is just about to make it
+            name = f"{self._receiver}.lock"
+            mine = Lock(records, name, create=True)
+            # The sender may just be looking whether this receiver's predecessor is alive.
+            if not Deadline(0.2).wait(lambda: mine.try_exclusive() or None):
+                mine.release()
+                raise WeightSyncError(
+                    f"{self._path}: another live receiver is called {self._receiver!r}"
+                )
+            if not mine.is_file(records, name):
+                mine.release()
+                return None
+            self._mine = mine
+        self._run = run
+        self._generation = self._seen = None
+        if self._said is not None:
+            self.acknowledge(self._said)
+        return True
+
+    # ---------------------------------------------------------------- control
+
+    def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
+        def attempt() -> Version | None:
+            if self._run is None or not self._run.exists:
+                # The sender ended, and perhaps another one made the directory anew.
+                if self._mine is not None:
+                    self._mine.release()
+                if self._attach() is None:
+                    return None
+            head = self._head()
+            if head is None or (after is not None and head.version <= after):
+                return None
+            if head.receivers is not None and self._receiver not in head.receivers:
+                return None
+            return head.version
+
+        return deadline.wait(attempt)
+
+    def _head(self) -> Commit | None:
+        run = self._require_run()
+        signature = run.signature(layout.HEAD)
+        if signature is None:
+            return None
+        if self._seen is not None and self._seen[0] == signature:
+            return self._seen[1]
+        try:
+            data = run.read(layout.HEAD, layout.MAX_HEAD)
+        except FileNotFoundError:
+            return None
+        commit = Commit.from_json(data, f"{run.path}/{layout.HEAD}")
+        self._seen = signature, commit
+        return commit
+
+    def acknowledge(self, report: ReceiverReport) -> None:
+        self._said = report
+        run = self._require_run()
+        if self._receiver is None:
+            raise WeightSyncError("this subscriber has no id to acknowledge under")
+        if not run.exists:
+            return  # said again to the next sender
+        records = run.subdirectory(layout.RECEIVERS)
+        records.replace(f"{self._receiver}.json", layout.report_to_json(report))
+
+    # ---------------------------------------------------------------- data
+
+    def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
+        if self._run is None:
+            self._attach_anyway(deadline)
+
+        def attempt() -> DoubleBufferSnapshot | None:
+            found = self._find(version)
+            if found is None:
+                raise VersionGoneError(
+                    f"{self._path} no longer holds version {version}: newer ones have taken its "
+                    "place (more slots= keep versions longer)"
+                )
+            return self._lease(found)
+
+        snapshot = deadline.wait(attempt)
+        if snapshot is None:
+            raise DeadlineError(
+                f"no lease on version {version} at {self._path} within {deadline.seconds:.1f} s"
+            )
+        return snapshot
+
+    def _attach_anyway(self, deadline: Deadline) -> None:
+        """For readers without an id: the version asked for matters, not who is alive."""
+        try:
+            self._run = Directory.open(self._path)
+        except FileNotFoundError:
+            self.open(deadline)
+
+    def _find(self, version: Version) -> Commit | None:
+        run = self._require_run()
+        head = self._head()
+        if head is not None and head.version == version:
+            return head
+        for name in run.names():
+            if layout.generation_number(name) is None:
+                continue
+            try:
+                generation = run.subdirectory(name)
+            except FileNotFoundError:
+                continue
+            for entry in generation.names():
+                if re.fullmatch(r"slot\d{1,2}\.json", entry):
+                    record = _read_record(generation, entry)
+                    if record is not None and record.version == version:
+                        return record
+        return None
+
+    def _lease(self, commit: Commit) -> DoubleBufferSnapshot | None:
+        """Lease the slot of a commit, if it still holds that commit; None to look again."""
+        try:
+            generation = self._map(commit.generation)
+            lock = Lock(generation.directory, layout.slot_lock(commit.slot))
+        except FileNotFoundError:
+            self._generation = None
+            return None
+        try:
+            # Locked first, read then: what the record says now stays true while the lock is held.
+            if lock.try_shared():
+                record = _read_record(generation.directory, layout.slot_record(commit.slot))
+                if record is not None and record.version == commit.version:
+                    return DoubleBufferSnapshot(
+                        record, generation, lock, self._copier, self._scheme.verify
+                    )
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()
+        return None
+
+    def _map(self, name: str) -> MappedGeneration:
+        directory = self._require_run().subdirectory(name)
+        current = self._generation
+        if current is None or current.name != name or not current.directory.exists:
+            current = self._generation = MappedGeneration(directory, name)
+        return current
+
+    def _require_run(self) -> Directory:
+        if self._run is None:
+            raise WeightSyncError("the subscriber is not open")
+        return self._run
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        self._generation = self._seen = None
+        self._copier.close()
+        if self._mine is None or self._mine.released:
+            return
+        if run is not None and run.exists:
+            records = run.subdirectory(layout.RECEIVERS)
+            # A failure stays on record: the sender is to read why nobody is there.
+            if self._said is None or self._said.state != "failed":
+                records.remove(f"{self._receiver}.json")
+            records.remove(f"{self._receiver}.lock")
+        self._mine.release()
+
+
+class DoubleBufferSnapshot(Snapshot):
+    """A shared kernel lock on a slot, and the views into it."""
+
+    def __init__(
+        self,
+        commit: Commit,
+        generation: MappedGeneration,
+        lock: Lock,
+        copier: Copier,
+        verified: bool,
+    ) -> None:
+        self.version = commit.version
+        self.manifest = generation.manifest
+        self._generation = generation
+        self._lock = lock
+        self._copier = copier
+        self._slot = generation.slot(commit.slot)
+        self._where = f"version {commit.version} in {generation.directory.path} slot {commit.slot}"
+        self._digests = self._read_digests(commit) if verified else None
+
+    def _read_digests(self, commit: Commit) -> Digests:
+        generation = self._generation
+        count = generation.geometry.chunks
+        try:
+            data = generation.directory.read(layout.slot_digests(commit.slot), count * 8)
+        except FileNotFoundError:
+            data = b""
+        if len(data) == count * 8:
+            digests: Digests = np.frombuffer(data, dtype="<u8").astype(np.uint64)
+            if layout.digest_of(generation.manifest, digests) == commit.digest:
+                return digests
+        raise CorruptError(f"{self._where}: its digests do not match its record")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if self._lock.released:
+            raise WeightSyncError(f"{self._where}: the snapshot is closed")
+        return self._slot.view(self.manifest.spec(name))
+
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        if self._digests is None:
+            return
+        geometry = self._generation.geometry
+        chunks = range(geometry.chunks)
+        if names is not None:
+            numbers = [self._generation.index[self.manifest.spec(n).name] for n in names]
+            chunks = sorted({c for n in numbers for c in geometry.chunks_of(n)})  # type: ignore[assignment]
+        wrong = self._copier.verify(geometry, self._slot.bytes, self._digests, chunks)
+        self._refuse(wrong)
+
+    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        if self._lock.released:
+            raise WeightSyncError(f"{self._where}: the snapshot is closed")
+        addresses = np.zeros(len(self.manifest.tensors), dtype=np.int64)
+        others: list[tuple[str, torch.Tensor]] = []
+        for name, target in targets.items():
+            spec = self.manifest.spec(name)
+            number = self._generation.index[spec.name]
+            plain = target.dtype == spec.dtype and target.is_cpu and target.is_contiguous()
+            if plain and not addresses[number] and not target.is_neg() and not target.is_conj():
+                addresses[number] = target.data_ptr()
+            else:  # cast, strided, on another device, or a second copy of a tied tensor
+                others.append((name, target))
+        wrong = self._copier.read(
+            self._generation.geometry, self._slot.bytes, addresses, self._digests
+        )
+        self._refuse(wrong)
+        for name, target in others:
+            # .data: also for modules built under inference_mode, which refuse copy_ outside it.
+            copy_tensor(target.data, self.tensor(name), name)
+
+    def _refuse(self, wrong: Sequence[int]) -> None:
+        if wrong:
+            tensors = self._generation.geometry.tensors_in(wrong)
+            names = ", ".join(repr(self.manifest.tensors[n].name) for n in tensors[:5])
+            raise CorruptError(
+                f"{self._where}: {len(wrong)} chunks do not match their digests; "
+                f"{len(tensors)} tensors lie in them: {names}"
+            )
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def _read_record(generation: Directory, name: str) -> Commit | None:
+    try:
+        data = generation.read(name, layout.MAX_HEAD)
+    except FileNotFoundError:
+        return None
+    return Commit.from_json(data, f"{generation.path}/{name}")

@@ -1,0 +1,259 @@
+"""The trainer's end: one class for every scheme and every kind of trainer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import Self
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, ReceiverError, SourceError, WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.receiver import Receiver
+from weightsync.report import ReceiverReport, Seconds, SyncReport
+from weightsync.source import SourceOptions, WeightSource, as_source
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.scheme import WeightSyncScheme
+
+log = logging.getLogger("weightsync")
+
+
+class Sender:
+    """Publishes weights after a training step, and learns what became of them.
+
+    Args:
+        scheme: as on the receivers' side.
+        model: where the weights come from; see :func:`weightsync.source.as_source`.
+        dtype: cast floating-point tensors to this dtype on the way.
+        rename: called once per name; its result is final.
+        manifest: describes a one-shot iterator of weights.
+        timeout: seconds for each ``update_weights`` that names none.
+    """
+
+    def __init__(
+        self,
+        scheme: WeightSyncScheme,
+        model: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Callable[[str], str] | None = None,
+        manifest: Manifest | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.scheme = scheme
+        self._options = SourceOptions(dtype, rename, manifest)
+        self._timeout = timeout
+        self._publisher = scheme.create_publisher()
+        self._source: WeightSource | None = None
+        self._epoch: int | None = None
+        self._version: Version | None = None
+        self._attached: list[Receiver] = []
+        if model is not None:
+            self.register_model(model)
+
+    def register_model(self, model: Any) -> None:
+        """Say where the weights come from. A later call replaces the former."""
+        self._source = as_source(model, self._options)
+
+    @property
+    def version(self) -> Version | None:
+        """The last version that was published."""
+        return self._version
+
+    def connect(self, timeout: float = 60.0, receivers: int | Sequence[str] = 0) -> None:
+        """Take ownership of the run, make room for the registered model, and wait for receivers.
+
+        Args:
+            receivers: how many receivers to wait for, or their ids.
+
+        Raises:
+            SenderBusyError: another live sender owns the run.
+            NoRoomError: there is too little room for the buffers.
+            ReceiverError: a receiver's set-up failed; carries its words.
+            DeadlineError: fewer receivers than asked for came.
+        """
+        deadline = Deadline(timeout)
+        self._epoch = self._publisher.open(deadline)
+        if self._source is not None and self._source.resident:
+            self._publisher.prepare(self._source.manifest(), deadline)
+        if receivers:
+            self._wait_connected(receivers, deadline)
+        for receiver in self._attached:
+            self._connect_attached(receiver, deadline)
+
+    def _wait_connected(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
+        alive: list[str] = []
+
+        def attempt() -> bool | None:
+            reports = self._publisher.receivers()
+            failed = tuple(report for report in reports if report.state == "failed")
+            if failed:
+                raise ReceiverError("; ".join(map(str, failed)), failed)
+            alive[:] = [report.receiver for report in reports if report.state != "dead"]
+            if isinstance(receivers, int):
+                return len(alive) >= receivers or None
+            return set(receivers) <= set(alive) or None
+
+        if deadline.wait(attempt) is None:
+            wanted = receivers if isinstance(receivers, int) else ", ".join(receivers)
+            came = ", ".join(alive) or "none"
+            raise DeadlineError(
+                f"waited {deadline.seconds:.1f} s for receivers ({wanted}); connected: {came}"
+            )
+
+    # ---------------------------------------------------------------- updates
+
+    def update_weights(
+        self,
+        weights: Any = None,
+        *,
+        version: int | None = None,
+        wait: Literal["published", "applied"] = "published",
+        timeout: float | None = None,
+        receivers: Sequence[str] | None = None,
+    ) -> SyncReport:
+        """Publish the current weights, whole or not at all.
+
+        Args:
+            weights: instead of the registered model's, for this update.
+            version: the trainer's step; must grow. The same number again is possible with the
+                same weights only. None counts on.
+            wait: return when the version is visible, or when every live receiver has applied it.
+                Attached receivers have applied it in either case.
+            timeout: seconds in all; None for the sender's own.
+            receivers: ids of the receivers it is meant for; None for all. The others keep what
+                they hold.
+
+        Raises:
+            SourceError: a tensor cannot be sent; nothing became visible.
+            VersionError: the number does not grow; nothing became visible.
+            NoRoomError, DeadlineError: no room or no free buffer; nothing became visible.
+            ReceiverError: published, but a receiver failed, died or was late. The others went
+                on; the error carries the report.
+        """
+        began = time.perf_counter()
+        if wait not in ("published", "applied"):
+            raise ValueError(f"wait={wait!r}: 'published' or 'applied'")
+        if self._epoch is None:
+            raise WeightSyncError("the sender is not connected: call connect() first")
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        source = self._source if weights is None else as_source(weights, self._options)
+        if source is None:
+            raise SourceError("no weights: pass a model to create_sender or update_weights")
+        new = Version(self._epoch, self._next_number(version))
+        published = self._publisher.publish(new, source, deadline, receivers)
+        report = SyncReport(
+            new,
+            self.scheme.url_scheme,
+            published.nbytes,
+            published.tensors,
+            published.changed,
+            Seconds(published.extract, published.transfer),
+            skipped=published.skipped,
+        )
+        if not published.skipped:
+            self._version = new
+            report = self._drive(report, wait, deadline, receivers)
+        report = replace(
+            report, seconds=replace(report.seconds, total=time.perf_counter() - began)
+        )
+        failures = tuple(r for r in report.receivers if r.version is None or r.version < new)
+        if failures and not report.skipped:
+            words = "; ".join(map(str, failures))
+            raise ReceiverError(f"version {new.number}: {words}", failures, report)
+        return report
+
+    def _next_number(self, version: int | None) -> int:
+        if version is None:
+            return self._version.number + 1 if self._version else 0
+        if type(version) is not int or version < 0:
+            raise ValueError(f"version={version!r}: a step number, not negative")
+        return version
+
+    def _drive(
+        self,
+        report: SyncReport,
+        wait: str,
+        deadline: Deadline,
+        receivers: Sequence[str] | None,
+    ) -> SyncReport:
+        """Have the attached receivers apply the version, and wait for the others if asked to."""
+        answers: dict[str, ReceiverReport] = {}
+        for receiver in self._attached:
+            if receivers is not None and receiver.id not in receivers:
+                continue
+            try:
+                receiver.apply_weights(report.version, deadline.remaining)
+            except Exception as error:
+                log.warning("attached receiver %s: %s", receiver.id, error)
+            answers[receiver.id] = receiver.status()
+        if wait == "applied" and set(receivers or ["?"]) - set(answers):
+            late = self._publisher.wait_applied(report.version, deadline, receivers)
+            if not late and not answers:
+                raise DeadlineError(
+                    f"version {report.version.number} is published, but no receiver was connected "
+                    f"within {deadline.seconds:.1f} s to apply it"
+                )
+            answers.update({r.receiver: r for r in late if r.receiver not in answers})
+        slowest = replace(
+            report.seconds,
+            apply=max((r.seconds.apply for r in answers.values()), default=0.0),
+            pause=max((r.seconds.pause for r in answers.values()), default=0.0),
+        )
+        return replace(report, receivers=tuple(answers.values()), seconds=slowest)
+
+    def receivers(self) -> list[ReceiverReport]:
+        """What every known receiver last said of itself."""
+        return self._publisher.receivers()
+
+    # ---------------------------------------------------------------- one process
+
+    def attach(self, receiver: Receiver, timeout: float = 60.0) -> None:
+        """Drive a receiver of this process: ``update_weights`` makes it apply each version.
+
+        Connects it if it is not connected yet.
+        """
+        if receiver.scheme != self.scheme:
+            raise WeightSyncError(
+                f"the receiver listens to {receiver.scheme.to_url()}, this sender publishes to "
+                f"{self.scheme.to_url()}"
+            )
+        if receiver not in self._attached:
+            self._attached.append(receiver)
+        if self._epoch is not None:
+            self._connect_attached(receiver, Deadline(timeout))
+
+    def _connect_attached(self, receiver: Receiver, deadline: Deadline) -> None:
+        if not receiver.connected:
+            receiver.connect(deadline.remaining)
+
+    def detach(self, receiver: Receiver) -> None:
+        """Leave a receiver to itself again; it stays connected."""
+        self._attached.remove(receiver)
+
+    # ---------------------------------------------------------------- the end
+
+    def shutdown(self) -> None:
+        """Give everything back: buffers, files, locks. Idempotent; receivers keep their weights."""
+        self._attached.clear()
+        self._publisher.close()
+        self._epoch = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()

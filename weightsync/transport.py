@@ -1,0 +1,183 @@
+"""The transport contract: what a scheme implements to move bytes.
+
+Control (is there a new version, did it work) and data (the bytes) are separate methods, because
+in vLLM the driver process watches and acknowledges while every worker process opens the snapshot
+itself. Nothing here knows of engines or trainers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from weightsync.deadline import Deadline
+from weightsync.manifest import Manifest
+from weightsync.report import ReceiverReport
+from weightsync.source import WeightSource
+from weightsync.version import Version
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one ``publish`` did.
+
+    Attributes:
+        nbytes: bytes of all tensors; tensors: how many.
+        changed: see :class:`~weightsync.report.SyncReport`.
+        extract: seconds spent in the source; transfer: seconds spent on the bytes.
+        skipped: no buffer was free and the scheme does not wait: nothing was published.
+    """
+
+    nbytes: int
+    tensors: int
+    changed: int | None
+    extract: float
+    transfer: float
+    skipped: bool = False
+
+
+class Publisher(ABC):
+    """The trainer's end of a transport. One per run is alive at any time."""
+
+    @abstractmethod
+    def open(self, deadline: Deadline) -> int:
+        """Take ownership of the run and return this sender's epoch.
+
+        Raises:
+            SenderBusyError: another live sender owns it.
+        """
+
+    @abstractmethod
+    def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
+        """Make room for weights of this layout, ahead of the first ``publish`` of them.
+
+        Raises:
+            NoRoomError: there is too little room; nothing was written.
+        """
+
+    @abstractmethod
+    def publish(
+        self,
+        version: Version,
+        weights: WeightSource,
+        deadline: Deadline,
+        receivers: Sequence[str] | None = None,
+    ) -> Published:
+        """Make a version visible, whole, or leave everything as it was.
+
+        Args:
+            receivers: the ids of those the version is meant for; None for everybody.
+
+        Raises:
+            SourceError: a tensor cannot be sent. DeadlineError: no buffer got free in time.
+            VersionError: not newer than the last, or the same number with other weights.
+        """
+
+    @abstractmethod
+    def receivers(self) -> list[ReceiverReport]:
+        """What every known receiver last said of itself; dead ones say ``dead``."""
+
+    @abstractmethod
+    def wait_applied(
+        self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
+    ) -> list[ReceiverReport]:
+        """Wait until every live receiver answered for ``version``, or died, or is late.
+
+        Never raises for a receiver's sake: the state of each report says what became of it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class Snapshot(ABC):
+    """A lease on one whole, immutable version. While it is open nobody overwrites it.
+
+    A context manager. Iterating yields ``(name, tensor)`` in stream order, without aliases. The
+    tensors are read-only views that are valid while the snapshot is open.
+    """
+
+    version: Version
+    manifest: Manifest
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor under a name or an alias, as it was sent. Not verified by itself."""
+
+    @abstractmethod
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        """Compare the bytes with their digests.
+
+        Raises:
+            CorruptError: they differ; names the tensors concerned.
+        """
+
+    @abstractmethod
+    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors into the given ones, in place, verified on the way.
+
+        Shapes are the caller's duty. A different dtype is cast, a device crossed.
+
+        Raises:
+            CorruptError: some bytes are wrong; targets may then be half written.
+        """
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self.manifest.tensors:
+            yield spec.name, self.tensor(spec.name)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the lease. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Subscriber(ABC):
+    """The inference end of a transport. Any number may be open at any time."""
+
+    @abstractmethod
+    def open(self, deadline: Deadline) -> None:
+        """Wait until there is a live sender, and make this receiver known to it if it has an id.
+
+        Raises:
+            DeadlineError: there is no sender.
+        """
+
+    @abstractmethod
+    def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
+        """The newest version, once it is newer than ``after`` and meant for this receiver.
+
+        Returns None at the deadline. Looks once if the deadline is already over.
+        """
+
+    @abstractmethod
+    def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
+        """Lease a version.
+
+        Raises:
+            VersionGoneError: it is no longer held. DeadlineError: its lease was not to be had.
+        """
+
+    @abstractmethod
+    def acknowledge(self, report: ReceiverReport) -> None:
+        """Tell the sender where this receiver stands. Needs an id."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back, the record of this receiver included. Idempotent."""
