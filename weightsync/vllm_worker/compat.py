@@ -1,0 +1,115 @@
+"""Everything here depends on a vLLM release. Tried with 0.32.0 (CPU).
+
+vLLM's layerwise reload (``vllm.model_executor.model_loader.reload``) moves a layer's parameters
+to the meta device, buffers what ``load_weights`` brings, and processes the layer once all its
+elements have arrived. A session that ends early leaves layers on meta, and the next request kills
+the engine; a session that brings only a part of a fused layer reports success. Both are looked
+for and undone here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def begin_reload(model: nn.Module) -> None:
+    """Start vLLM's layerwise reload."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: nn.Module, model_config: Any) -> None:
+    """End vLLM's layerwise reload: process what is left, attention layers last."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """Give layers that were not loaded their former tensors back, and forget the session.
+
+    Layers that were loaded completely hold the new values: the model is a mix now, but one that
+    runs and that can be reloaded.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
+def incomplete_layers(model: nn.Module) -> list[str]:
+    """The layers that an update leaves without some of their weights; call before finishing.
+
+    A layer is complete when every parameter was loaded with every part it consists of. The
+    number of elements alone does not tell: a padded vocabulary never fills up.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    found = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        # Attention layers are processed last; their scales need not be in a checkpoint.
+        if info.can_load() and not layerwise.is_deferred_attention_layer(layer):
+            lacking = _lacking_parts(layer, info)
+            if lacking:
+                found.append(f"{name} lacks {', '.join(lacking)}")
+    return found
+
+
+def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
+    """Parameters that got nothing, and fused ones that did not get each of their parts."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    loaded: dict[str, set[Any]] = {}
+    for parameter, bound in info.loaded_weights:
+        loaded.setdefault(parameter, set()).add(_part(bound))
+    lacking = []
+    # Parameters only: buffers (rotary tables, ...) are mostly computed, not loaded.
+    for parameter, tensor in layer.named_parameters(recurse=False):
+        if tensor.numel() == 0 or parameter in layerwise.SKIP_LOAD_TENSORS:
+            continue
+        parts = loaded.get(parameter)
+        if parts is None:
+            lacking.append(parameter)
+        elif None not in parts:
+            missing = _expected_parts(layer) - parts
+            lacking += [f"{parameter}[{part}]" for part in sorted(map(str, missing))]
+    return lacking
+
+
+def _part(bound: Any) -> Any:
+    """Which part of a fused parameter one call of its loader brought; None for all of it."""
+    arguments = bound.arguments
+    for name in ("loaded_shard_id", "shard_id"):
+        if arguments.get(name) is not None:
+            expert = arguments.get("expert_id")
+            part = arguments[name]
+            part = tuple(part) if isinstance(part, list) else part
+            return part if expert is None else (expert, part)
+    return None
+
+
+def _expected_parts(layer: nn.Module) -> set[Any]:
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    if isinstance(layer, QKVParallelLinear):
+        return {"q", "k", "v"}
+    if isinstance(layer, MergedColumnParallelLinear):
+        return set(range(len(layer.output_sizes)))
+    return set()
+
+
+def ties_word_embeddings(model_config: Any) -> bool:
+    """Whether the engine's output layer shares the embedding, so that its name is not loaded."""
+    config = getattr(model_config, "hf_text_config", None) or model_config.hf_config
+    return bool(getattr(config, "tie_word_embeddings", False))

@@ -1,0 +1,256 @@
+"""The ``weightsync`` weight-transfer engine: opens snapshots in a vLLM worker and loads them.
+
+With tensor parallelism an exception raised inside a worker's RPC leaves the other ranks' replies
+in their queues, and later calls get the answers of earlier ones. So nothing is raised through an
+RPC that our own driver makes: errors are recorded, and told by ``weightsync_call``, which the
+driver always makes next. Deadlines are kept in here for the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.v1.worker.worker_base import WorkerBase
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, EngineError
+from weightsync.manifest import describe
+from weightsync.scheme import scheme_from_url
+from weightsync.transport import Snapshot, Subscriber
+from weightsync.version import Version
+from weightsync.vllm_worker import compat
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """``scheme``: a scheme's URL. ``driven``: a weightsync driver asks for the outcome itself."""
+
+    scheme: str
+    driven: bool = False
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``version``: ``[epoch, number]``. ``timeout``: seconds for getting at it."""
+
+    scheme: str
+    version: list[int]
+    timeout: float = 60.0
+    driven: bool = False
+
+
+class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One per worker process. See the module's docstring for how it reports."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._url: str | None = None
+        self._subscriber: Subscriber | None = None
+        self._snapshot: Snapshot | None = None
+        self._staging: threading.Thread | None = None
+        self._staged: Version | None = None
+        self._held: Version | None = None
+        self._error: str | None = None
+        self._driven = False
+
+    # ---------------------------------------------------------------- what our driver asks
+
+    def call(self, request: str) -> str:
+        """Answer a JSON request of the driver; never raises.
+
+        ``{"op": "stage", "scheme": url, "version": [e, n], "timeout": s}`` leases and verifies a
+        version in the background, while requests run. ``{"op": "abandon"}`` makes the next
+        ``finish_weight_update`` undo instead of finish. ``{"op": "status"}`` only answers.
+
+        Returns:
+            JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``.
+        """
+        self._guard(lambda: self._obey(json.loads(request)))
+        return json.dumps(
+            {
+                "rank": self.parallel_config.rank,
+                "error": self._error,
+                "staging": self._staging is not None and self._staging.is_alive(),
+                "staged": self._staged,
+                "held": self._held,
+            }
+        )
+
+    def _obey(self, request: dict[str, Any]) -> None:
+        op = request["op"]
+        if op == "stage":
+            self._error = None
+            self._release()
+            deadline = Deadline(float(request["timeout"]))
+            url, version = str(request["scheme"]), Version.parse(request["version"])
+            self._staging = threading.Thread(
+                target=lambda: self._guard(lambda: self._stage(url, version, deadline)),
+                name="weightsync stage",
+                daemon=True,
+            )
+            self._staging.start()
+        elif op == "abandon":
+            self._error = self._error or "abandoned: another worker failed"
+        elif op == "release":
+            self._error = None
+            self._release()
+        elif op != "status":
+            raise EngineError(f"no such request: {op!r:.80}")
+
+    # ---------------------------------------------------------------- vLLM's life cycle
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._driven = init_info.driven
+        self._error = None
+        self._reportable(lambda: self._connect(init_info.scheme))
+
+    def start_weight_update(self) -> None:
+        self._reportable(lambda: compat.begin_reload(self.model))
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._reportable(lambda: self.receive_weights(self.parse_update_info(update_info)))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._driven = self._driven or update_info.driven
+        version = Version.parse(update_info.version)
+        deadline = Deadline(float(update_info.timeout))
+        if self._staging is not None:
+            self._staging.join(deadline.remaining)
+            if self._staging.is_alive():
+                raise DeadlineError(f"version {version} was not verified within its deadline")
+        if self._error:
+            return
+        if self._staged != version:
+            self._stage(update_info.scheme, version, deadline)
+        assert self._snapshot is not None
+        # The reload keeps references to these views until it is finished: so does the lease.
+        self._load(self._snapshot)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        incomplete = compat.incomplete_layers(self.model)
+        if incomplete:
+            raise EngineError(
+                f"the update leaves {len(incomplete)} layers without some of their weights: "
+                f"{'; '.join(incomplete[:8])}"
+            )
+
+    def finish_weight_update(self) -> None:
+        try:
+            if self._error is None:
+                self._reportable(lambda: compat.finish_reload(self.model, self.model_config))
+            if self._error is None:
+                self._held = self._staged
+            else:
+                self._held = None
+                compat.abandon_reload(self.model)
+        finally:
+            self._release()
+
+    def shutdown(self) -> None:
+        self._release()
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None
+
+    # ---------------------------------------------------------------- the parts
+
+    def _connect(self, url: str) -> Subscriber:
+        if self._subscriber is None or url != self._url:
+            if self._subscriber is not None:
+                self._subscriber.close()
+            self._subscriber = scheme_from_url(url).create_subscriber()
+            self._url = url
+        return self._subscriber
+
+    def _stage(self, url: str, version: Version, deadline: Deadline) -> None:
+        snapshot = self._connect(url).snapshot(version, deadline)
+        try:
+            snapshot.verify()
+        except BaseException:
+            snapshot.close()
+            raise
+        self._release_snapshot()
+        self._snapshot, self._staged = snapshot, version
+
+    def _load(self, snapshot: Snapshot) -> None:
+        """
+        Raises:
+            EngineError: vLLM refused a tensor; says which, and vLLM's own words.
+        """
+        at: list[str] = []
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._stream(snapshot):
+                at[:] = [f"tensor {name!r} ({describe(tensor.dtype, tensor.shape)}): "]
+                yield name, tensor
+            at.clear()
+
+        try:
+            self.model.load_weights(watched())
+        except Exception as error:
+            where = "".join(at)
+            words = f"{error!s:.500}"
+            raise EngineError(f"{where}vLLM says {type(error).__name__}: {words}") from error
+
+    def _stream(self, snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from snapshot
+        # Tied in the trainer: an engine that is not tied needs the values under each name.
+        if not compat.ties_word_embeddings(self.model_config):
+            for alias in snapshot.manifest.aliases:
+                yield alias, snapshot.tensor(alias)
+
+    def _release(self) -> None:
+        if self._staging is not None:
+            self._staging.join()
+            self._staging = None
+        self._release_snapshot()
+
+    def _release_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._snapshot = self._staged = None
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._error = self._error or f"{type(error).__name__}: {error}"
+
+    def _reportable(self, action: Callable[[], object]) -> None:
+        """Run a step of an update, unless one before it failed already.
+
+        A user who calls vLLM's own methods asks for no status, and gets the exception.
+        """
+        if self._error is not None:
+            return
+        self._guard(action)
+        if self._error is not None and not self._driven:
+            error, self._error = self._error, None
+            compat.abandon_reload(self.model)
+            raise EngineError(error)
+
+
+def _call(worker: Any, request: str) -> str:
+    """The worker's method that the driver calls; see :meth:`WeightSyncTransferEngine.call`."""
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, WeightSyncTransferEngine):
+        return json.dumps({"error": "the worker has no weightsync engine"})
+    return engine.call(request)
+
+
+# vLLM's RPC reaches methods of the worker by name. This adds one under a name of our own, and
+# changes none.
+WorkerBase.weightsync_call = _call
