@@ -211,7 +211,7 @@ class SlotWriter:
 
     def missing(self) -> list[int]:
         """The indices of the tensors that were not written yet."""
-        return np.flatnonzero(~self._written).tolist()
+        return [int(number) for number in np.flatnonzero(~self._written)]
 
     def digests(self) -> Digests:
         """The digest of every chunk, once every tensor was written."""

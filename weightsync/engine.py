@@ -116,7 +116,7 @@ class Engine(ABC):
         """Let requests go on."""
 
     def lost_weights(self) -> bool:
-        """Whether the engine dropped its weights since the last ``apply``, in sleep for instance."""
+        """Whether the engine dropped its weights since the last ``apply``, as in deep sleep."""
         return False
 
     def verify(self, update: Update) -> Verification:

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import weakref
+from typing import ClassVar
 
 from weightsync.errors import ProtocolError, WeightSyncError
 
@@ -158,7 +159,7 @@ class Lock:
     of two processes. A forked child would keep its parent's locks alive: it closes them at once.
     """
 
-    _held: weakref.WeakSet[Lock] = weakref.WeakSet()
+    _held: ClassVar[weakref.WeakSet[Lock]] = weakref.WeakSet()
 
     def __init__(self, directory: Directory, name: str, *, create: bool = False) -> None:
         """

@@ -42,7 +42,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor: ``nbytes`` contiguous bytes at ``offset``, row-major, of ``dtype`` and ``shape``."""
+    """One tensor: ``nbytes`` contiguous, row-major bytes at ``offset``."""
 
     name: str
     dtype: torch.dtype

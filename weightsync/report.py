@@ -55,7 +55,8 @@ class ReceiverReport:
     def __str__(self) -> str:
         held = f"holds {self.version}" if self.version else "holds no version"
         words = f": {self.error}" if self.error else ""
-        return f"receiver {self.receiver!r} (pid {self.pid} on {self.host}): {self.state}, {held}{words}"
+        where = f"pid {self.pid} on {self.host}"
+        return f"receiver {self.receiver!r} ({where}): {self.state}, {held}{words}"
 
 
 @dataclass(frozen=True)

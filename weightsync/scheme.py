@@ -175,7 +175,9 @@ def _address_fields(cls: type[WeightSyncScheme]) -> set[str]:
     return {field.name for field in fields if field.default is dataclasses.MISSING}
 
 
-def _require_known(cls: type[WeightSyncScheme], given: typing.Iterable[str], known: set[str]) -> None:
+def _require_known(
+    cls: type[WeightSyncScheme], given: typing.Iterable[str], known: set[str]
+) -> None:
     for name in given:
         if name not in known:
             raise SchemeError(
@@ -202,7 +204,7 @@ def _parse(
 
 
 def _from_text(text: str, hint: Any) -> Any:
-    """Read a value of a URL's query: text, whole number, number or truth value, or one of a list."""
+    """Read a value of a URL's query: text, number, truth value, or one of a list."""
     choices = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(choice for choice in choices if choice is not type(None))

@@ -162,9 +162,7 @@ class Sender:
         if not published.skipped:
             self._version = new
             report = self._drive(report, wait, deadline, receivers)
-        report = replace(
-            report, seconds=replace(report.seconds, total=time.perf_counter() - began)
-        )
+        report = replace(report, seconds=replace(report.seconds, total=time.perf_counter() - began))
         failures = tuple(r for r in report.receivers if r.version is None or r.version < new)
         if failures and not report.skipped:
             words = "; ".join(map(str, failures))

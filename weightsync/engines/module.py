@@ -1,4 +1,4 @@
-"""Plain tensors as an engine: an ``nn.Module`` in this process, or a mapping of names to tensors."""
+"""Plain tensors as an engine: an ``nn.Module`` of this process, or a mapping of tensors."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ class ModuleEngine(Engine):
         same_rows = bool(spec.shape) and spec.shape[1:] == tuple(tensor.shape[1:])
         return not (self._pad and same_rows and tensor.dim() > 0)
 
-    def _plan(
-        self, snapshot: Snapshot
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _plan(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The tensors to write whole, and those to write by rows."""
         own = self._tensors()
         whole: dict[str, torch.Tensor] = {}

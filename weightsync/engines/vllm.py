@@ -6,6 +6,7 @@ half (``weightsync.vllm_worker``). This half runs in the process that holds the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class VLLMEngine(Engine):
-    """Drives a ``vllm.LLM`` made with ``weight_transfer_config=WeightTransferConfig("weightsync")``.
+    """Drives a ``vllm.LLM`` made with ``WeightTransferConfig(backend="weightsync")``.
 
     Args:
         llm: the engine. Calls of it must come from one thread at a time: put them inside
@@ -126,10 +127,8 @@ class VLLMEngine(Engine):
 
     def close(self) -> None:
         deadline = Deadline(10.0)
-        try:
+        with contextlib.suppress(Exception):  # an engine that is gone has nothing to release
             self._ask({"op": "release"}, deadline)
-        except Exception:  # noqa: S110 - an engine that is gone has nothing to release
-            pass
 
     # ---------------------------------------------------------------- talking to the workers
 

@@ -57,4 +57,6 @@ class IterableSource(WeightSource):
 
 
 def accepts(weights: Any) -> bool:
-    return callable(weights) or (isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)))
+    return callable(weights) or (
+        isinstance(weights, Iterable) and not isinstance(weights, (str, bytes))
+    )

@@ -37,7 +37,7 @@ class ResidentSource(WeightSource):
         return iter(self._look()[1])
 
     def _look(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
-        """List, check and describe the tensors; only what changed since the last time is new work."""
+        """List the tensors, and check and describe them unless nothing changed since last time."""
         names: list[str] = []
         tensors: list[Any] = []
         for name, tensor in self.entries():

@@ -1,4 +1,4 @@
-"""A plain ``nn.Module``: its parameters and persistent buffers, under their ``state_dict`` names."""
+"""A plain ``nn.Module``: parameters and persistent buffers, under their ``state_dict`` names."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def report_from_json(data: bytes, what: str) -> ReceiverReport:
         )
 
 
-class _reading:  # noqa: N801 - a context manager used like a function
+class _reading:
     """Turns whatever goes wrong with foreign JSON into one error that names the file."""
 
     def __init__(self, what: str) -> None:

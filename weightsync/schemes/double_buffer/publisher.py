@@ -138,7 +138,7 @@ class DoubleBufferPublisher(Publisher):
 
     @staticmethod
     def _former_head(run: Directory) -> Commit | None:
-        """The last commit of a former sender: its version stays readable until the first new one."""
+        """The last commit of a former sender, readable until the first new one."""
         try:
             return Commit.from_json(run.read(layout.HEAD, layout.MAX_HEAD), layout.HEAD)
         except FileNotFoundError:
@@ -148,7 +148,7 @@ class DoubleBufferPublisher(Publisher):
             return None
 
     def _sweep(self, run: Directory) -> None:
-        """Remove what dead processes left: half-written files, records of receivers, generations."""
+        """Remove what dead processes left: half-written files, records, generations."""
         for name in run.names():
             if layout.is_temporary(name):
                 run.remove(name)
@@ -418,7 +418,9 @@ class DoubleBufferPublisher(Publisher):
                 return True
             if report.attempted is None or report.attempted < version:
                 return False
-            return not stale or stale.get(report.receiver) != current_signatures.get(report.receiver)
+            return not stale or stale.get(report.receiver) != current_signatures.get(
+                report.receiver
+            )
 
         current_signatures: dict[str, object] = {}
 
@@ -452,7 +454,9 @@ class DoubleBufferPublisher(Publisher):
 
     def _record_signatures(self) -> dict[str, object]:
         records = self._owned().subdirectory(layout.RECEIVERS)
-        return {name[:-5]: records.signature(name) for name in records.names() if name[-5:] == ".json"}
+        return {
+            name[:-5]: records.signature(name) for name in records.names() if name[-5:] == ".json"
+        }
 
     # ---------------------------------------------------------------- the end
 

@@ -15,7 +15,6 @@ from weightsync.errors import (
     CorruptError,
     DeadlineError,
     ManifestError,
-    ProtocolError,
     SchemeError,
     VersionGoneError,
     WeightSyncError,
@@ -40,9 +39,7 @@ class MappedGeneration:
         self.directory = directory
         self.name = name
         try:
-            self.manifest = Manifest.from_json(
-                directory.read(layout.MANIFEST, layout.MAX_MANIFEST)
-            )
+            self.manifest = Manifest.from_json(directory.read(layout.MANIFEST, layout.MAX_MANIFEST))
         except ManifestError as error:
             raise ManifestError(f"{directory.path}/{layout.MANIFEST}: {error}") from None
         self.geometry = Geometry(self.manifest)
@@ -61,7 +58,8 @@ class DoubleBufferSubscriber(Subscriber):
     def __init__(self, scheme: DoubleBufferScheme, receiver: str | None) -> None:
         if receiver is not None and not layout.is_receiver_id(receiver):
             raise SchemeError(
-                f"a receiver's id has up to 100 letters, digits, '.', '_' and '-': {receiver!r:.120}"
+                "a receiver's id has up to 100 letters, digits, '.', '_' and '-', not "
+                f"{receiver!r:.120}"
             )
         self._scheme = scheme
         self._path = scheme.reader_path or scheme.path
