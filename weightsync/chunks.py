@@ -1,8 +1,10 @@
 """Copies between many tensors and one contiguous slot, with the digests made on the way.
 
-A slot is cut into chunks of 512 KiB. Each chunk is copied and digested by one thread while it
-lies in that core's cache, so that a digest costs little on top of the copy. Torch is not needed
-here: tensors are addresses, and the slot is a buffer.
+A slot is cut into chunks of 1 MiB. A chunk that is part of one tensor is digested first, which
+brings it into the cache, and then written past the cache; so it crosses the memory bus twice, once
+in and once out, which is less than a plain ``copy_`` needs. A chunk of many small tensors is copied
+first and digested where it lies. Torch is not needed here: tensors are addresses, and the slot is a
+buffer.
 """
 
 from __future__ import annotations
@@ -15,20 +17,32 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from weightsync.manifest import Manifest
 
-CHUNK = 512 << 10
-"""Bytes. Source and destination of one chunk fit a core's second-level cache of 1 MiB."""
+CHUNK = 1 << 20
+"""Bytes. What one thread digests and copies at a time, out of its core's cache."""
 
 Addresses = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 
-# Releases the interpreter lock while it copies, like everything called through CDLL.
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = None
+_WHOLE = ctypes.c_char * CHUNK
+
+
+def _move_slowly(
+    into: Addresses, out_of: Addresses, length: Addresses, begin: int, end: int, stream: bool
+) -> None:
+    """What the compiled ``move`` does, for installations without a compiler."""
+    for row in range(begin, end):
+        if out_of[row]:
+            ctypes.memmove(int(into[row]), int(out_of[row]), int(length[row]))
+
+
+try:
+    from weightsync._rows import move
+except ImportError:
+    move = _move_slowly
 
 
 class Geometry:
@@ -110,21 +124,20 @@ class Copier:
         Returns:
             The chunks whose digest is wrong; nothing was copied out of those.
         """
-        rows, row_of_chunk = _present(geometry, targets)
-        base = _address(slot)
-        out_of = (geometry.in_slot[rows] + base).tolist()
-        into = (targets[geometry.tensor[rows]] + geometry.in_tensor[rows]).tolist()
-        length = geometry.length[rows].tolist()
-        wanted = None if expected is None else expected.tolist()
+        wanted = targets[geometry.tensor]
+        into = wanted + geometry.in_tensor
+        out_of: Addresses = np.where(wanted != 0, geometry.in_slot + _address(slot), 0)
+        length = geometry.length
+        row_of_chunk = geometry.row_of_chunk.tolist()
+        digests = None if expected is None else expected.tolist()
         wrong: list[int] = []
 
         def work(chunk: int) -> None:
             begin, end = geometry.bounds(chunk)
-            if wanted is not None and xxhash.xxh3_64_intdigest(slot[begin:end]) != wanted[chunk]:
+            if digests is not None and xxh3_64_intdigest(slot[begin:end]) != digests[chunk]:
                 wrong.append(chunk)
-                return
-            for row in range(row_of_chunk[chunk], row_of_chunk[chunk + 1]):
-                _memmove(into[row], out_of[row], length[row])
+            else:
+                move(into, out_of, length, row_of_chunk[chunk], row_of_chunk[chunk + 1], True)
 
         self.each(geometry.chunks, work)
         return sorted(wrong)
@@ -138,7 +151,7 @@ class Copier:
 
         def work(index: int) -> None:
             begin, end = geometry.bounds(chunks[index])
-            if xxhash.xxh3_64_intdigest(slot[begin:end]) != wanted[chunks[index]]:
+            if xxh3_64_intdigest(slot[begin:end]) != wanted[chunks[index]]:
                 wrong.append(chunks[index])
 
         self.each(len(chunks), work)
@@ -162,10 +175,7 @@ class Copier:
 
 
 class SlotWriter:
-    """Fills one slot with one version, tensor by tensor or all at once, and digests it.
-
-    A chunk is digested right after its last tensor was copied, while it lies in the cache.
-    """
+    """Fills one slot with one version, all at once or bucket by bucket, and digests it."""
 
     def __init__(self, geometry: Geometry, slot: memoryview, copier: Copier) -> None:
         self._geometry = geometry
@@ -176,36 +186,57 @@ class SlotWriter:
         self._written = np.zeros(len(geometry.first_chunk), dtype=bool)
         self._digests = np.zeros(geometry.chunks, dtype=np.uint64)
 
+    def write_all(self, addresses: Addresses) -> None:
+        """Copy every tensor in.
+
+        Args:
+            addresses: for each tensor, where its contiguous bytes lie, or 0 if they are in the
+                slot already. The caller keeps them alive until this returns.
+        """
+        self._written[:] = True
+        self._write(slice(None), addresses)
+
     def write(self, tensors: Sequence[int], addresses: Sequence[int]) -> None:
-        """Copy tensors in.
+        """Copy some tensors in.
 
         Args:
             tensors: their indices in the manifest, each at most once in a slot's life.
-            addresses: where their contiguous bytes lie, or 0 if they are in the slot already.
-                The caller keeps them alive until this returns.
+            addresses: as for ``write_all``, one for each.
         """
-        geometry = self._geometry
-        address_of = np.full(len(self._written), -1, dtype=np.int64)
+        address_of = np.zeros(len(self._written), dtype=np.int64)
         address_of[list(tensors)] = addresses
-        self._written[list(tensors)] = True
-        rows = np.flatnonzero(address_of[geometry.tensor] >= 0)
+        chosen = np.zeros(len(self._written), dtype=bool)
+        chosen[list(tensors)] = True
+        self._written |= chosen
+        self._write(np.flatnonzero(chosen[self._geometry.tensor]), address_of)
+
+    def _write(self, rows: slice | npt.NDArray[np.intp], address_of: Addresses) -> None:
+        geometry = self._geometry
         source = address_of[geometry.tensor[rows]]
-        out_of = np.where(source > 0, source + geometry.in_tensor[rows], 0).tolist()
-        into = (geometry.in_slot[rows] + self._base).tolist()
-        length = geometry.length[rows].tolist()
-        chunk_of_row = geometry.in_slot[rows] // CHUNK
-        chunks, begin = np.unique(chunk_of_row, return_index=True)
-        bounds = [*begin.tolist(), len(rows)]
+        out_of: Addresses = np.where(source != 0, source + geometry.in_tensor[rows], 0)
+        into = geometry.in_slot[rows] + self._base
+        length = np.ascontiguousarray(geometry.length[rows])
+        chunks, first_row = np.unique(geometry.in_slot[rows] // CHUNK, return_index=True)
+        bounds = [*first_row.tolist(), len(into)]
         self._rows_left[chunks] -= np.diff(bounds)
         complete = (self._rows_left[chunks] == 0).tolist()
         numbers = chunks.tolist()
+        # Chunks that are a piece of one tensor: their source is as contiguous as they are.
+        whole = np.diff(bounds) == 1
+        whole &= length[first_row] == CHUNK
+        single = np.where(whole, out_of[first_row], 0).tolist()
 
         def work(index: int) -> None:
-            for row in range(bounds[index], bounds[index + 1]):
-                if out_of[row]:
-                    _memmove(into[row], out_of[row], length[row])
-            if complete[index]:
-                self._digest(numbers[index])
+            begin, end = bounds[index], bounds[index + 1]
+            chunk = numbers[index]
+            if single[index]:
+                source = _WHOLE.from_address(single[index])
+                self._digests[chunk] = xxh3_64_intdigest(source)
+                move(into, out_of, length, begin, end, True)
+            else:
+                move(into, out_of, length, begin, end, False)
+                if complete[index]:
+                    self._digest(chunk)
 
         self._copier.each(len(numbers), work)
 
@@ -221,14 +252,7 @@ class SlotWriter:
 
     def _digest(self, chunk: int) -> None:
         begin, end = self._geometry.bounds(chunk)
-        self._digests[chunk] = xxhash.xxh3_64_intdigest(self._slot[begin:end])
-
-
-def _present(geometry: Geometry, addresses: Addresses) -> tuple[npt.NDArray[np.intp], list[int]]:
-    """The rows of the tensors that have an address, and where each chunk's rows begin."""
-    present = addresses[geometry.tensor] != 0
-    before = np.concatenate([[0], np.cumsum(present)])
-    return np.flatnonzero(present), before[geometry.row_of_chunk].tolist()
+        self._digests[chunk] = xxh3_64_intdigest(self._slot[begin:end])
 
 
 def _address(buffer: memoryview) -> int:

@@ -7,17 +7,19 @@ all, and a lock dies with the process that holds it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
 import threading
 import weakref
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 
 _FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _FILE_FLAGS
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Directory:
@@ -27,6 +29,7 @@ class Directory:
         self.path = path
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False  # others may still need it then; the kernel closes it anyway
 
     @classmethod
     def open(cls, path: str, *, create: bool = False) -> Directory:
@@ -34,18 +37,22 @@ class Directory:
 
         Raises:
             FileNotFoundError: it does not exist (or, with ``create``, its parent).
-            WeightSyncError: it is a symlink or a file, belongs to somebody else, or everybody may
-                write to it.
+            WeightSyncError: it is a symlink or a file, belongs to somebody else, everybody may
+                write to it, or it cannot be made.
         """
         if create:
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.mkdir(path, 0o700)
+            except (FileExistsError, FileNotFoundError):
+                pass
+            except OSError as error:
+                raise WeightSyncError(f"{path} cannot be made: {error.strerror}") from None
         try:
             fd = os.open(path, _DIRECTORY_FLAGS)
         except NotADirectoryError:
             raise WeightSyncError(f"{path} is a symlink or not a directory") from None
         except OSError as error:
-            if error.errno == 40:  # ELOOP
+            if error.errno == errno.ELOOP:
                 raise WeightSyncError(f"{path} is a symlink, which is not followed") from None
             raise
         directory = cls(path, fd)
@@ -83,20 +90,27 @@ class Directory:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def names(self) -> list[str]:
-        return sorted(os.listdir(self._fd))
+        # Two threads that list one descriptor share its position, and miss entries.
+        fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd)
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of a regular file, created with mode 0600 where the flags say so.
 
         Raises:
-            FileNotFoundError: there is none. ProtocolError: it is not a regular file.
+            FileNotFoundError: there is none, or the directory is gone. ProtocolError: it is not a
+                regular file. NoRoomError: there is no room to create it.
         """
         try:
             fd = os.open(name, flags | _FILE_FLAGS | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ProtocolError(f"{self.path}/{name}: {error.strerror}") from None
+            kind = NoRoomError if error.errno in _FULL else ProtocolError
+            raise kind(f"{self.path}/{name}: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise ProtocolError(f"{self.path}/{name} is not a regular file")
@@ -115,34 +129,50 @@ class Directory:
         return data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file whole: readers see the former content or the new one, nothing between."""
+        """Write a file whole: readers see the former content or the new one, nothing between.
+
+        Raises:
+            NoRoomError: there is no room for it. The former content is still there.
+            ProtocolError: a directory has the name.
+        """
         temporary = f".{name}.{os.getpid()}.{threading.get_ident()}.tmp"
         fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             with open(fd, "wb") as file:
                 file.write(data)
             os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except BaseException:
+        except BaseException as error:
             self.remove(temporary)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise NoRoomError(f"{self.path}/{name}: {error.strerror}") from None
+            if isinstance(error, IsADirectoryError):
+                raise ProtocolError(f"{self.path}/{name} is a directory") from None
             raise
 
     def remove(self, name: str) -> None:
-        """Unlink a file if it is there."""
-        with contextlib.suppress(FileNotFoundError):
+        """Unlink a file if it is there.
+
+        Raises:
+            ProtocolError: it is a directory, and not ours.
+        """
+        try:
             os.unlink(name, dir_fd=self._fd)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            raise ProtocolError(f"{self.path}/{name} is a directory") from None
 
     def remove_subdirectory(self, name: str) -> None:
         """Remove a directory if it is there and empty; foreign files in it keep it."""
         with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self._fd)
 
-    def signature(self, name: str) -> tuple[int, int, int] | None:
-        """Changes whenever the file is replaced; None while there is none."""
+    def status(self, name: str) -> os.stat_result | None:
+        """What ``stat`` says of a file; None while there is none."""
         try:
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def free_bytes(self) -> int:
         status = os.fstatvfs(self._fd)
@@ -150,6 +180,48 @@ class Directory:
 
     def close(self) -> None:
         self._close()
+
+
+class WatchedFile:
+    """A file that others replace, read again only when they did.
+
+    The file read last stays open: as long as it is, its inode number is not given to the next one,
+    which on many file systems would otherwise look just like it.
+    """
+
+    def __init__(self, directory: Directory, name: str, limit: int) -> None:
+        self._directory = directory
+        self._name = name
+        self._limit = limit
+        self._seen: tuple[BinaryIO, bytes] | None = None
+
+    def read(self) -> bytes | None:
+        """Its content, the very same object while the file is the same; None if there is none.
+
+        Raises:
+            ProtocolError: it is longer than the limit, or not a regular file.
+        """
+        status = self._directory.status(self._name)
+        if status is None:
+            return None
+        if self._seen is not None and os.path.samestat(status, os.fstat(self._seen[0].fileno())):
+            return self._seen[1]
+        self.close()
+        try:
+            fd = self._directory.open_file(self._name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        file = os.fdopen(fd, "rb")
+        self._seen = file, file.read(self._limit + 1)
+        if len(self._seen[1]) > self._limit:
+            self.close()
+            raise ProtocolError(f"{self._directory.path}/{self._name} is too long")
+        return self._seen[1]
+
+    def close(self) -> None:
+        if self._seen is not None:
+            self._seen[0].close()
+            self._seen = None
 
 
 class Lock:
@@ -160,6 +232,8 @@ class Lock:
     """
 
     _held: ClassVar[weakref.WeakSet[Lock]] = weakref.WeakSet()
+    # No fork between the opening of a file and its entry in _held: the child would not close it.
+    _opening: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, directory: Directory, name: str, *, create: bool = False) -> None:
         """
@@ -167,9 +241,11 @@ class Lock:
             FileNotFoundError: there is no such file and it was not to be created.
         """
         self.name = f"{directory.path}/{name}"
-        self._fd = directory.open_file(name, os.O_RDWR | (os.O_CREAT if create else 0))
-        self._close = weakref.finalize(self, os.close, self._fd)
-        Lock._held.add(self)
+        with Lock._opening:
+            self._fd = directory.open_file(name, os.O_RDWR | (os.O_CREAT if create else 0))
+            self._close = weakref.finalize(self, _unlock_and_close, self._fd)
+            self._close.atexit = False
+            Lock._held.add(self)
 
     def try_exclusive(self) -> bool:
         return self._try(fcntl.LOCK_EX)
@@ -188,10 +264,16 @@ class Lock:
         """Unlock, and stay ready to lock again."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def is_file(self, directory: Directory, name: str) -> bool:
-        """Whether the lock is on the file that has this name now, not on a removed one."""
-        found = directory.signature(name)
-        return found is not None and found[0] == os.fstat(self._fd).st_ino
+    @property
+    def exists(self) -> bool:
+        """Whether its path still leads to the file it locks: that may have been removed."""
+        if self.released:
+            return False
+        try:
+            found = os.stat(self.name, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._fd))
 
     def write(self, data: bytes) -> None:
         """Say who holds the lock, for whoever cannot have it."""
@@ -199,22 +281,38 @@ class Lock:
         os.pwrite(self._fd, data, 0)
 
     def release(self) -> None:
-        """Unlock by closing. Idempotent."""
+        """Unlock and close. Idempotent."""
         Lock._held.discard(self)
         self._close()
+
+    def drop(self) -> None:
+        """Close a forked child's copy; the parent's lock stays as it is."""
+        Lock._held.discard(self)
+        if self._close.detach():
+            os.close(self._fd)
 
     @property
     def released(self) -> bool:
         return not self._close.alive
 
 
-def _drop_inherited_locks() -> None:
-    # Closing a copy of the descriptor leaves the parent's lock as it is; unlocking would not.
+def _unlock_and_close(fd: int) -> None:
+    # Unlocked first: a program that is just being started has a copy of the descriptor until exec.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    Lock._opening.release()
     for lock in list(Lock._held):
-        lock.release()
+        lock.drop()
 
 
-os.register_at_fork(after_in_child=_drop_inherited_locks)
+os.register_at_fork(
+    before=Lock._opening.acquire,
+    after_in_parent=Lock._opening.release,
+    after_in_child=_after_fork_in_child,
+)
 
 
 def is_locked(directory: Directory, name: str) -> bool:

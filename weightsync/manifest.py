@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +88,7 @@ class Manifest:
         specs = []
         offset = 0
         for name, dtype, shape in entries:
-            sizes = tuple(shape)
+            sizes = tuple(map(operator.index, shape))
             nbytes = math.prod(sizes) * dtype.itemsize
             specs.append(ParamSpec(name, dtype, sizes, offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -99,6 +100,11 @@ class Manifest:
     @cached_property
     def by_name(self) -> Mapping[str, ParamSpec]:
         return {spec.name: spec for spec in self.tensors}
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes of all tensors, padding not counted."""
+        return sum(spec.nbytes for spec in self.tensors)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,6 +127,8 @@ class Manifest:
         end = 0
         for spec in self.tensors:
             where = f"tensor {spec.name!r:.200}"
+            if not isinstance(spec.name, str):
+                raise ManifestError(f"names are texts, not {spec.name!r:.80}")
             if not spec.name:
                 raise ManifestError("a tensor without a name")
             if spec.dtype not in DTYPE_NAMES:
@@ -141,6 +149,8 @@ class Manifest:
                     raise ManifestError(f"two tensors are called {spec.name!r:.200}")
                 seen.add(spec.name)
         for alias, name in self.aliases.items():
+            if not isinstance(alias, str):
+                raise ManifestError(f"names are texts, not {alias!r:.80}")
             if not alias or alias in self.by_name or name not in self.by_name:
                 raise ManifestError(f"alias {alias!r:.200} of {name!r:.200} is empty or dangling")
 

@@ -272,12 +272,12 @@ class Receiver:
             cause.add_note(f"the engine holds no whole version now: {why}")
 
     def _report(self, update: Update, fit: Fit) -> SyncReport:
-        specs = update.snapshot.manifest.tensors
+        manifest = update.snapshot.manifest
         return SyncReport(
             update.version,
             self.scheme.url_scheme,
-            sum(spec.nbytes for spec in specs),
-            len(specs),
+            manifest.payload,
+            len(manifest.tensors),
             None,
             self._seconds,
             fit.missing,

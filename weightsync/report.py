@@ -66,7 +66,7 @@ class SyncReport:
     Attributes:
         nbytes: bytes of the version, padding between tensors not counted.
         tensors: number of tensors sent; a tied pair counts once.
-        changed: how many of them may differ from the version before. Counted over 512 KiB
+        changed: how many of them may differ from the version before. Counted over 1 MiB
             chunks, so small neighbours of a changed tensor count too; 0 means that not a bit
             changed. ``None`` where there is nothing to compare with, and on receivers.
         missing: names the engine has and the sender did not send (receivers, ``strict=False``).

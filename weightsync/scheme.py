@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _REGISTRY: dict[str, type[WeightSyncScheme]] = {}
 _ENTRY_POINTS = "weightsync.schemes"
+_ERRORS = "surrogateescape"  # how Python holds file names that are not UTF-8
 _BUILT_IN = {"shm": "weightsync.schemes.double_buffer"}
 
 S = TypeVar("S", bound="type[WeightSyncScheme]")
@@ -100,8 +101,8 @@ class WeightSyncScheme(ABC):
             and (value := getattr(self, field.name)) != field.default
             and value is not None
         }
-        tail = f"?{urlencode(query)}" if query else ""
-        return f"{self.url_scheme}://{host}{quote(path)}{tail}"
+        tail = f"?{urlencode(query, errors=_ERRORS)}" if query else ""
+        return f"{self.url_scheme}://{host}{quote(path, errors=_ERRORS)}{tail}"
 
     def _options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -125,15 +126,18 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
     Raises:
         SchemeError: an unknown scheme or option, or a value of the wrong kind; says what exists.
     """
-    parts = urlsplit(url)
-    if not parts.scheme:
+    try:
+        parts = urlsplit(url)
+    except (ValueError, AttributeError):
+        parts = None
+    if parts is None or not parts.scheme or not isinstance(url, str):
         raise SchemeError(f"not a URL of a scheme: {url!r:.200}; like shm:///dev/shm/run42")
     cls = _find(parts.scheme)
     if parts.fragment:
         raise SchemeError(f"{url!r:.200}: '#' begins nothing here; write it as %23 in a path")
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_ERRORS)
     options = _parse(cls, pairs, taken=_address_fields(cls))
-    return cls.from_address(parts.netloc, unquote(parts.path), options)
+    return cls.from_address(parts.netloc, unquote(parts.path, errors=_ERRORS), options)
 
 
 def scheme_from_dict(values: dict[str, Any]) -> WeightSyncScheme:

@@ -82,8 +82,9 @@ class Sender:
         """
         deadline = Deadline(timeout)
         self._epoch = self._publisher.open(deadline)
-        if self._source is not None and self._source.resident:
-            self._publisher.prepare(self._source.manifest(), deadline)
+        inventory = self._source.inventory() if self._source is not None else None
+        if inventory is not None:
+            self._publisher.prepare(inventory.manifest, deadline)
         if receivers:
             self._wait_connected(receivers, deadline)
         for receiver in self._attached:

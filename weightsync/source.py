@@ -11,6 +11,7 @@ import torch
 
 from weightsync.errors import SourceError
 from weightsync.manifest import DTYPE_NAMES, Manifest
+from weightsync.tensors import Addresses
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class SourceOptions:
     rename: Callable[[str], str] | None = None
     manifest: Manifest | None = None
 
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            return
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise SourceError(f"dtype={self.dtype!r}: a floating-point torch.dtype was expected")
+
     def wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a tensor is sent in."""
         if self.dtype is not None and tensor.dtype.is_floating_point:
@@ -35,14 +42,28 @@ class SourceOptions:
         return tensor.dtype
 
 
-class WeightSource(ABC):
-    """A set of weights that can be described without moving it, and streamed.
+@dataclass(frozen=True)
+class Inventory:
+    """Tensors that exist anyway (a module's parameters), all at once.
 
-    ``resident`` says whether the tensors exist anyway (a module's parameters): a transport may
-    then hold all of them at once. It must let go of the others bucket by bucket.
+    Attributes:
+        tensors: in the manifest's order, aliases left out, not yet cast.
+        addresses: int64, for each tensor where its bytes lie if they are what is sent, byte for
+            byte; 0 where it must be copied with a cast, from another device, or not at all.
     """
 
-    resident: bool = False
+    manifest: Manifest
+    tensors: list[torch.Tensor]
+    addresses: Addresses
+
+
+class WeightSource(ABC):
+    """A set of weights that can be described without moving it, and streamed."""
+
+    def inventory(self) -> Inventory | None:
+        """All tensors at once, if they exist anyway. None: a transport streams them bucket by
+        bucket and lets go of each."""
+        return None
 
     @abstractmethod
     def manifest(self) -> Manifest:
@@ -88,6 +109,8 @@ def _unsendable(tensor: torch.Tensor) -> str | None:
         return f"{kind} is a tensor subclass that holds its values in another form"
     if tensor.is_meta:
         return "it is on the meta device and holds no values (offloaded or never loaded?)"
+    if tensor.is_nested:
+        return "it is a nested tensor, which has no single shape"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}; only dense tensors can be sent"
     if tensor.dtype not in DTYPE_NAMES:
@@ -114,6 +137,11 @@ def as_source(weights: Any, options: SourceOptions | None = None) -> WeightSourc
 
     options = options or SourceOptions()
     if isinstance(weights, WeightSource):
+        if options != SourceOptions():
+            raise SourceError(
+                f"a {type(weights).__name__} says itself what is sent: it takes no dtype=, "
+                "rename= or manifest="
+            )
         return weights
     for accepts, make in SOURCES:
         if accepts(weights):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -19,6 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.source import WeightSource
+from weightsync.tensors import Addresses, plain_address
 from weightsync.version import Version
 
 
@@ -96,6 +98,34 @@ class Publisher(ABC):
         """Give everything back. Idempotent."""
 
 
+class Targets:
+    """Tensors to write a version into. Worth keeping for as long as they stay where they are.
+
+    Args:
+        manifest: of the version.
+        tensors: by name or alias, each of the shape that the manifest says. Where dtypes differ
+            values are cast; devices are crossed.
+
+    Attributes:
+        addresses: int64, for each tensor of the manifest where to put its bytes as they are; 0
+            where there is no such place.
+        others: those of ``tensors`` that have none.
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.others: dict[str, torch.Tensor] = {}
+        at = {spec.name: number for number, spec in enumerate(manifest.tensors)}
+        self.addresses: Addresses = np.zeros(len(at), dtype=np.int64)
+        for name, tensor in tensors.items():
+            spec = manifest.spec(name)
+            address = plain_address(tensor, spec)
+            if address and not self.addresses[at[spec.name]]:
+                self.addresses[at[spec.name]] = address
+            else:  # cast, strided, on another device, or one more copy of a tied tensor
+                self.others[name] = tensor
+
+
 class Snapshot(ABC):
     """A lease on one whole, immutable version. While it is open nobody overwrites it.
 
@@ -119,10 +149,8 @@ class Snapshot(ABC):
         """
 
     @abstractmethod
-    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def copy_into(self, targets: Targets) -> None:
         """Write tensors into the given ones, in place, verified on the way.
-
-        Shapes are the caller's duty. A different dtype is cast, a device crossed.
 
         Raises:
             CorruptError: some bytes are wrong; targets may then be half written.

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import EngineError, MismatchError
 from weightsync.manifest import Manifest, ParamSpec, describe
-from weightsync.transport import Snapshot
+from weightsync.tensors import Facts, state_of
+from weightsync.transport import Targets
 
-_EXTRA = "_extra_state"
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where a version's tensors go, for as long as manifest, names and facts stay the same.
+
+    ``whole`` are written as they are, ``rows`` as far as both have rows (``pad``). ``shared`` are
+    pairs of names that are one tensor here and two in the manifest.
+    """
+
+    manifest: Manifest
+    names: list[str]
+    facts: Facts | None
+    fit: Fit
+    whole: Targets
+    rows: dict[str, torch.Tensor]
+    shared: list[tuple[str, str]]
 
 
 class ModuleEngine(Engine):
@@ -44,73 +62,123 @@ class ModuleEngine(Engine):
         self._strict = strict
         self._pad = pad
         self._cast = cast
+        self._known: _Plan | None = None
+        self._checked: _Plan | None = None
 
     @property
     def target(self) -> Any:
         return self._target
 
     def check(self, manifest: Manifest) -> Fit:
-        own = self._tensors()
-        chosen = self._choose(own, manifest)
-        written = {_storage_key(own[name]) for name in chosen}
-        missing = tuple(
-            name
-            for name, tensor in own.items()
-            if name not in chosen and (tensor.numel() == 0 or _storage_key(tensor) not in written)
-        )
-        alias_of = {manifest.aliases.get(name, name) for name in chosen}
-        unexpected = tuple(spec.name for spec in manifest.tensors if spec.name not in alias_of)
-        different: dict[str, tuple[str, str]] = {}
-        for name in chosen:
-            spec = manifest.spec(name)
-            reason = self._misfit(spec, own[name])
-            if reason:
-                different[name] = str(spec), describe(own[name].dtype, own[name].shape)
-        if different or (self._strict and (missing or unexpected)):
-            raise MismatchError(
-                _complain(missing if self._strict else (), unexpected, different, self._strict),
-                missing=missing,
-                unexpected=unexpected,
-                different=different,
-            )
-        return Fit(missing, unexpected)
+        self._checked = self._plan(manifest)
+        return self._checked.fit
+
+    def stage(self, update: Update, deadline: Deadline) -> None:
+        snapshot = update.snapshot
+        for one, other in self._checked.shared if self._checked else ():
+            if not _same_bytes(snapshot.tensor(one), snapshot.tensor(other)):
+                raise MismatchError(
+                    f"{one!r} and {other!r} are one tensor here, but two that differ were sent; "
+                    "nothing was changed"
+                )
 
     def apply(self, update: Update, deadline: Deadline) -> None:
-        whole, rows = self._plan(update.snapshot)
-        if rows:
-            update.snapshot.verify(list(rows))
-        update.snapshot.copy_into(whole)
-        for name, tensor in rows.items():
+        manifest = update.snapshot.manifest
+        plan, self._checked = self._checked, None
+        if plan is None or plan.manifest is not manifest:  # a rollback
+            plan = self._plan(manifest)
+        if plan.rows:
+            update.snapshot.verify(list(plan.rows))
+        update.snapshot.copy_into(plan.whole)
+        for name, tensor in plan.rows.items():
             sent = update.snapshot.tensor(name)
             count = min(len(tensor), len(sent))
             tensor.data[:count].copy_(sent[:count])
 
     def verify(self, update: Update) -> Verification:
-        whole, rows = self._plan(update.snapshot)
+        plan = self._plan(update.snapshot.manifest)
         different = [
             name
-            for name, tensor in whole.items()
+            for name, tensor in plan.whole.tensors.items()
             if not _same_bytes(tensor, update.snapshot.tensor(name).to(tensor.dtype))
         ]
-        for name, tensor in rows.items():
+        for name, tensor in plan.rows.items():
             sent = update.snapshot.tensor(name)
             count = min(len(tensor), len(sent))
             if not _same_bytes(tensor[:count], sent[:count].to(tensor.dtype)):
                 different.append(name)
-        return Verification(update.version, len(whole) + len(rows), tuple(different))
+        checked = len(plan.whole.tensors) + len(plan.rows)
+        return Verification(update.version, checked, tuple(different))
+
+    def _plan(self, manifest: Manifest) -> _Plan:
+        """Where each tensor goes. Made anew when the manifest or the tensors changed."""
+        own = self._tensors()
+        names = list(own)
+        try:
+            facts = Facts.of(list(own.values()))
+        except (RuntimeError, ValueError):
+            facts = None  # something has no memory: it is refused by name below
+        known = self._known
+        if (
+            known is None
+            or facts is None
+            or known.manifest is not manifest
+            or known.names != names
+            or known.facts != facts
+        ):
+            for name, tensor in own.items():
+                _require_memory(name, tensor)
+            fit, chosen = self._fit(own, manifest)
+            whole: dict[str, torch.Tensor] = {}
+            rows: dict[str, torch.Tensor] = {}
+            for name in chosen:
+                same = manifest.spec(name).shape == tuple(own[name].shape)
+                (whole if same else rows)[name] = own[name]
+            shared = _shared(own, manifest, chosen)
+            known = _Plan(manifest, names, facts, fit, Targets(manifest, whole), rows, shared)
+            self._known = known
+        return known
+
+    def _fit(self, own: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[Fit, list[str]]:
+        """What is missing or unexpected, and the names to write.
+
+        Raises:
+            MismatchError: this cannot be, or must not be under ``strict``.
+        """
+        chosen = self._choose(own, manifest)
+        taken = set(chosen)
+        written = {_storage_key(own[name]) for name in chosen}
+        missing = tuple(
+            name
+            for name, tensor in own.items()
+            if name not in taken and (tensor.numel() == 0 or _storage_key(tensor) not in written)
+        )
+        found = {manifest.aliases.get(name, name) for name in chosen}
+        unexpected = tuple(spec.name for spec in manifest.tensors if spec.name not in found)
+        different: dict[str, tuple[str, str]] = {}
+        for name in chosen:
+            spec = manifest.spec(name)
+            if self._misfit(spec, own[name]):
+                different[name] = str(spec), describe(own[name].dtype, own[name].shape)
+        nothing = bool(manifest.tensors) and not chosen
+        if different or nothing or (self._strict and (missing or unexpected)):
+            listed = self._strict or nothing
+            raise MismatchError(
+                _complain(missing if listed else (), unexpected, different, listed),
+                missing=missing,
+                unexpected=unexpected,
+                different=different,
+            )
+        return Fit(missing, unexpected), chosen
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        if isinstance(self._target, nn.Module):
-            found = self._target.state_dict(keep_vars=True)
-        else:
-            found = dict(self._target)
-        tensors = {}
-        for name, value in found.items():
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-            elif name.rpartition(".")[2] != _EXTRA:
-                raise EngineError(f"{name!r} is a {type(value).__name__}, not a tensor")
-        return tensors
+        target = self._target
+        found = state_of(target) if isinstance(target, nn.Module) else dict(target)
+        for kind in set(map(type, found.values())):
+            if not issubclass(kind, torch.Tensor):
+                name = next(name for name, value in found.items() if type(value) is kind)
+                raise EngineError(f"{name!r} is a {kind.__name__}, not a tensor")
+        return found
 
     @staticmethod
     def _choose(own: Mapping[str, torch.Tensor], manifest: Manifest) -> list[str]:
@@ -133,16 +201,6 @@ class ModuleEngine(Engine):
         same_rows = bool(spec.shape) and spec.shape[1:] == tuple(tensor.shape[1:])
         return not (self._pad and same_rows and tensor.dim() > 0)
 
-    def _plan(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The tensors to write whole, and those to write by rows."""
-        own = self._tensors()
-        whole: dict[str, torch.Tensor] = {}
-        rows: dict[str, torch.Tensor] = {}
-        for name in self._choose(own, snapshot.manifest):
-            same = snapshot.manifest.spec(name).shape == tuple(own[name].shape)
-            (whole if same else rows)[name] = own[name]
-        return whole, rows
-
 
 def accepts(target: Any) -> bool:
     return isinstance(target, (nn.Module, Mapping))
@@ -152,11 +210,44 @@ def _storage_key(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what cannot be written to, before anything is.
+
+    Raises:
+        EngineError: with the name and the reason.
+    """
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        raise EngineError(
+            f"{name!r} has no dense memory to write to: it is lazy, sparse or on the meta device"
+        )
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in dimensions):
+        raise EngineError(f"{name!r} is expanded: several of its elements are one in memory")
+
+
+def _shared(
+    own: Mapping[str, torch.Tensor], manifest: Manifest, chosen: list[str]
+) -> list[tuple[str, str]]:
+    """Pairs of names that are one tensor here, and two in the manifest."""
+    first: dict[Any, str] = {}
+    pairs = []
+    for name in chosen:
+        if own[name].numel():
+            other = first.setdefault(_storage_key(own[name]), name)
+            if manifest.spec(other) is not manifest.spec(name):
+                pairs.append((other, name))
+    return pairs
+
+
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit for bit: NaN payloads and the sign of zero count."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    as_bytes = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    as_bytes = []
+    for tensor in (one.detach().cpu(), other.detach().cpu()):
+        # int1 to int7 have no copy kernel, which strided ones need; their bytes have.
+        flat = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        as_bytes.append(flat.contiguous().reshape(-1).view(torch.uint8))
     return torch.equal(*as_bytes)
 
 

@@ -14,6 +14,9 @@ from weightsync.source import SourceOptions, WeightSource, check_sendable
 Stream = Iterable[tuple[str, torch.Tensor]]
 
 
+_EXPECTED = "where an iterable of (name, tensor) was expected"
+
+
 class IterableSource(WeightSource):
     """A stream that starts afresh each time it is asked for: an iterable, or a callable.
 
@@ -32,12 +35,15 @@ class IterableSource(WeightSource):
             )
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = self._weights
         rename = self._options.rename or (lambda name: name)
-        stream = iter(weights() if callable(weights) else weights)
-        if stream is weights and self._options.manifest is None:
-            raise SourceError("the iterable gave a one-shot iterator: pass manifest= with it")
-        for name, tensor in stream:
+        stream = self._weights() if callable(self._weights) else self._weights
+        if not isinstance(stream, Iterable):
+            raise SourceError(f"the callable returned a {type(stream).__name__}, {_EXPECTED}")
+        for entry in stream:
+            pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+            if not pair or not isinstance(entry[0], str):
+                raise SourceError(f"the stream holds a {type(entry).__name__}, {_EXPECTED}")
+            name, tensor = entry
             yield rename(name), check_sendable(name, tensor)
 
     def manifest(self) -> Manifest:
@@ -57,6 +63,6 @@ class IterableSource(WeightSource):
 
 
 def accepts(weights: Any) -> bool:
-    return callable(weights) or (
-        isinstance(weights, Iterable) and not isinstance(weights, (str, bytes))
-    )
+    if isinstance(weights, (str, bytes, torch.Tensor, type)):
+        return False
+    return callable(weights) or isinstance(weights, Iterable)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightsync.errors import ManifestError, SourceError
 from weightsync.manifest import Manifest
-from weightsync.source import SourceOptions, WeightSource, check_sendable
+from weightsync.source import Inventory, SourceOptions, WeightSource, check_sendable
+from weightsync.tensors import Addresses, Facts, plain_address
 
 
 class ResidentSource(WeightSource):
@@ -20,37 +23,39 @@ class ResidentSource(WeightSource):
     are sent once, under the name that comes first.
     """
 
-    resident = True
-
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
-        self._checked: tuple[list[str], list[Any], Manifest, list[int]] | None = None
+        self._known: _Known | None = None
 
-    def entries(self) -> Iterable[tuple[str, Any]]:
-        """All ``(name, tensor)``, tied ones under each of their names, names not yet final."""
+    def entries(self) -> tuple[list[str], list[Any]]:
+        """All names and all tensors, tied ones under each of their names, names not yet final."""
         raise NotImplementedError
 
     def manifest(self) -> Manifest:
-        return self._look()[0]
+        return self.inventory().manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._look()[1])
+        inventory = self.inventory()
+        names = (spec.name for spec in inventory.manifest.tensors)
+        return zip(names, inventory.tensors, strict=True)
 
-    def _look(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
-        """List the tensors, and check and describe them unless nothing changed since last time."""
-        names: list[str] = []
-        tensors: list[Any] = []
-        for name, tensor in self.entries():
-            names.append(name)
-            tensors.append(tensor)
-        looks = [_look_of(tensor) for tensor in tensors]
-        if self._checked is None or self._checked[0] != names or self._checked[1] != looks:
-            self._checked = names, looks, *self._describe(names, tensors)
-        _, _, manifest, primary = self._checked
-        return manifest, [
-            (spec.name, tensors[index])
-            for spec, index in zip(manifest.tensors, primary, strict=True)
-        ]
+    def inventory(self) -> Inventory:
+        names, tensors = self.entries()
+        try:
+            facts = Facts.of(tensors)
+        except (RuntimeError, ValueError, TypeError, AttributeError):
+            facts = None  # something is no tensor, or has no memory: it is refused by name below
+        known = self._known
+        if known is None or facts is None or known.names != names or known.facts != facts:
+            manifest, primary = self._describe(names, tensors)
+            addresses = [
+                plain_address(tensors[index], spec)
+                for index, spec in zip(primary, manifest.tensors, strict=True)
+            ]
+            known = _Known(names, facts, manifest, primary, np.array(addresses, dtype=np.int64))
+            self._known = known
+        sent = [tensors[index] for index in known.primary] if known.aliased else tensors
+        return Inventory(known.manifest, sent, known.addresses)
 
     def _describe(self, names: list[str], tensors: list[Any]) -> tuple[Manifest, list[int]]:
         rename = self._options.rename or (lambda name: name)
@@ -59,6 +64,8 @@ class ResidentSource(WeightSource):
         entries: list[tuple[str, torch.dtype, torch.Size]] = []
         primary: list[int] = []
         for index, (name, value) in enumerate(zip(names, tensors, strict=True)):
+            if not isinstance(name, str):
+                raise SourceError(f"names are texts, not {type(name).__name__}: {name!r:.80}")
             tensor = check_sendable(name, value)
             final = rename(name)
             same = _identity(tensor)
@@ -77,14 +84,19 @@ class ResidentSource(WeightSource):
             raise SourceError(str(error)) from None
 
 
-def _look_of(tensor: Any) -> Any:
-    """What has to stay the same for the last update's checks to hold for this one too."""
-    if isinstance(tensor, torch.Tensor):
-        try:
-            return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        except RuntimeError:  # no storage: refused by name when it is described
-            pass
-    return object()
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about tensors, for as long as they have the same names and facts."""
+
+    names: list[str]
+    facts: Facts | None
+    manifest: Manifest
+    primary: list[int]
+    addresses: Addresses
+
+    @property
+    def aliased(self) -> bool:
+        return len(self.primary) != len(self.names)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -101,11 +113,8 @@ class MappingSource(ResidentSource):
         super().__init__(options)
         self._weights = weights
 
-    def entries(self) -> Iterable[tuple[str, Any]]:
-        for name in self._weights:
-            if not isinstance(name, str):
-                raise SourceError(f"names are texts, not {type(name).__name__}: {name!r:.80}")
-        return self._weights.items()
+    def entries(self) -> tuple[list[str], list[Any]]:
+        return list(self._weights.keys()), list(self._weights.values())
 
 
 def accepts(weights: Any) -> bool:
@@ -119,11 +128,10 @@ class TensorDictSource(ResidentSource):
         super().__init__(options)
         self._weights = weights
 
-    def entries(self) -> Iterable[tuple[str, Any]]:
-        return [
-            (key if isinstance(key, str) else ".".join(key), value)
-            for key, value in self._weights.items(True, True)
-        ]
+    def entries(self) -> tuple[list[str], list[Any]]:
+        leaves = list(self._weights.items(True, True))
+        names = [key if isinstance(key, str) else ".".join(key) for key, _ in leaves]
+        return names, [value for _, value in leaves]
 
 
 def accepts_tensordict(weights: Any) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from weightsync.source import SourceOptions
 from weightsync.sources.mapping import ResidentSource
-
-_EXTRA = "_extra_state"  # torch's key for what get_extra_state() returns: no weight
+from weightsync.tensors import state_of
 
 
 class ModuleSource(ResidentSource):
@@ -20,13 +18,9 @@ class ModuleSource(ResidentSource):
         super().__init__(options)
         self.module = module
 
-    def entries(self) -> Iterable[tuple[str, Any]]:
-        state = self.module.state_dict(keep_vars=True)
-        return [
-            (name, value)
-            for name, value in state.items()
-            if not name.endswith(_EXTRA) or name.rpartition(".")[2] != _EXTRA
-        ]
+    def entries(self) -> tuple[list[str], list[Any]]:
+        state = state_of(self.module)
+        return list(state.keys()), list(state.values())
 
 
 def accepts(weights: Any) -> bool:

@@ -22,10 +22,20 @@ def begin_reload(model: nn.Module) -> None:
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
-    """End vLLM's layerwise reload: process what is left, attention layers last."""
+    """End vLLM's layerwise reload: process what is left, attention layers last.
+
+    A layer that is tied to another one is not loaded itself, and vLLM leaves what it derived from
+    the shared weight as it was: on the CPU an output layer keeps its repacked copy of the old
+    embedding (seen with 0.32.0). So tied layers are processed here.
+    """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+    _, tied = _survey(model)
     finalize_layerwise_reload(model, model_config)
+    for layer in tied:
+        quant_method = getattr(layer, "quant_method", None)
+        if quant_method is not None:
+            quant_method.process_weights_after_loading(layer)
 
 
 def abandon_reload(model: nn.Module) -> None:
@@ -53,17 +63,32 @@ def incomplete_layers(model: nn.Module) -> list[str]:
     A layer is complete when every parameter was loaded with every part it consists of. The
     number of elements alone does not tell: a padded vocabulary never fills up.
     """
+    lacking, _ = _survey(model)
+    return [f"{name} lacks {', '.join(parts)}" for name, parts in lacking.items()]
+
+
+def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:
+    """What each layer lacks, and the layers that get their values through one they are tied to."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    found = []
-    for name, layer in model.named_modules():
+    lacking: dict[str, list[str]] = {}
+    layers = dict(model.named_modules())
+    memory: dict[str, set[int]] = {}
+    for name, layer in layers.items():
         info = layerwise.get_layerwise_info(layer)
+        loading = info.can_load() and info.kernel_tensors is not None
+        own = info.kernel_tensors[0].values() if loading else layer.parameters(recurse=False)
+        memory[name] = {tensor.data_ptr() for tensor in own if tensor.numel()}
         # Attention layers are processed last; their scales need not be in a checkpoint.
-        if info.can_load() and not layerwise.is_deferred_attention_layer(layer):
-            lacking = _lacking_parts(layer, info)
-            if lacking:
-                found.append(f"{name} lacks {', '.join(lacking)}")
-    return found
+        if loading and not layerwise.is_deferred_attention_layer(layer):
+            parts = _lacking_parts(layer, info)
+            if parts:
+                lacking[name] = parts
+    loaded = set().union(*(memory[name] for name in layers if name not in lacking))
+    tied = [name for name in lacking if memory[name] and memory[name] <= loaded]
+    for name in tied:
+        del lacking[name]
+    return lacking, [layers[name] for name in tied]
 
 
 def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:

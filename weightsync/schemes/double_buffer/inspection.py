@@ -90,8 +90,8 @@ def inspect_run(path: str) -> RunStatus:
 def _slots(generation: Directory, name: str, problems: list[str]) -> list[SlotStatus]:
     found = []
     for number in range(layout.MAX_SLOTS):
-        signature = generation.signature(layout.slot_bytes(number))
-        if signature is None:
+        status = generation.status(layout.slot_bytes(number))
+        if status is None:
             break
         version = None
         try:
@@ -101,11 +101,11 @@ def _slots(generation: Directory, name: str, problems: list[str]) -> list[SlotSt
             pass
         except WeightSyncError as error:
             problems.append(f"{generation.path}: {error}")
-        found.append(SlotStatus(name, number, version, _state(generation, number), signature[2]))
+        found.append(SlotStatus(name, number, version, _state(generation, number), status.st_size))
     return found
 
 
 def _state(generation: Directory, number: int) -> str:
-    signature = generation.signature(layout.slot_lock(number))
-    kinds = lock_kinds(signature[0]) if signature else set()
+    status = generation.status(layout.slot_lock(number))
+    kinds = lock_kinds(status.st_ino) if status else set()
     return "written" if "WRITE" in kinds else "leased" if "READ" in kinds else "free"

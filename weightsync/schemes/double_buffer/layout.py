@@ -29,7 +29,9 @@ MAX_SLOTS = 64
 _GENERATION = re.compile(r"generation-(\d{4,9})\Z", re.ASCII)
 _SLOT_FILE = re.compile(r"slot\d{1,2}\.(bin|lock|json|digests)\Z", re.ASCII)
 _TEMPORARY = re.compile(r"\..*\.\d+\.\d+\.tmp\Z", re.ASCII | re.DOTALL)
-_RECEIVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z", re.ASCII)
+_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_RECEIVER_ID = re.compile(rf"{_ID}\Z", re.ASCII)
+_RECEIVER_FILE = re.compile(rf"({_ID})\.(?:json|lock)\Z|\.({_ID})\.json\.\d+\.\d+\.tmp\Z", re.ASCII)
 
 _STATES = ("connected", "applied", "rolled back", "unusable", "failed")
 
@@ -74,6 +76,12 @@ def is_temporary(name: str) -> bool:
 def is_receiver_id(text: str) -> bool:
     """Ids become file names, so only letters, digits, '.', '_' and '-'."""
     return bool(_RECEIVER_ID.match(text))
+
+
+def receiver_of(name: str) -> str | None:
+    """Whose record, lock or half-written record a file is; None if it is none of these."""
+    match = _RECEIVER_FILE.match(name)
+    return (match[1] or match[2]) if match else None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import json
 import os
 import socket
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from weightsync.chunks import Copier, Digests, Geometry, SlotWriter
@@ -30,7 +31,8 @@ from weightsync.report import ReceiverReport
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, require_room, slot_size
-from weightsync.source import WeightSource
+from weightsync.source import Inventory, WeightSource
+from weightsync.tensors import plain_address
 from weightsync.transport import Published, Publisher
 from weightsync.version import Version
 
@@ -70,17 +72,20 @@ class DoubleBufferPublisher(Publisher):
         self._generation: Generation | None = None
         self._head: Commit | None = None
         self._head_digests: Digests | None = None
+        self._last: Version | None = None
         # Answers to an earlier attempt at the head's version, which do not count for this one.
-        self._stale: dict[str, object] = {}
+        self._stale: dict[str, bytes] = {}
         self._copier = Copier(scheme.threads)
         self._pid = os.getpid()
-        self._end: weakref.finalize[..., DoubleBufferPublisher] | None = None
+        self._end: Finalize[None] | None = None
 
     # ---------------------------------------------------------------- owning the run
 
     def open(self, deadline: Deadline) -> int:
-        if self._run is not None and self._run.exists:
+        if self._lock is not None and self._lock.exists:
             return self._epoch
+        if self._end is not None:  # the directory was removed behind our back
+            self._end()
         run, lock = self._own(deadline)
         self._run, self._lock = run, lock
         self._generation = None
@@ -89,8 +94,10 @@ class DoubleBufferPublisher(Publisher):
         self._head = self._former_head(run)
         if self._head is not None:
             before = max(before, self._head.version.epoch)
-        # A clock's seconds keep epochs growing over a directory that was removed and made again.
-        self._epoch = max(before + 1, self._epoch + 1, int(time.time()))
+        # The clock keeps epochs growing over a directory that was removed and made again; one tick
+        # of it passes, so that the next sender's is another even if this one ends at once.
+        time.sleep(0.001)
+        self._epoch = max(before + 1, self._epoch + 1, int(time.time() * 1000))
         lock.write(
             json.dumps(
                 {"epoch": self._epoch, "host": socket.gethostname(), "pid": os.getpid()}
@@ -99,8 +106,10 @@ class DoubleBufferPublisher(Publisher):
         run.subdirectory(layout.RECEIVERS, create=True)
         self._sweep(run)
         self._pid = os.getpid()
-        # Also when the trainer ends without shutdown(), or lets go of the sender.
-        self._end = weakref.finalize(self, _end, run, lock, self._scheme.keep_files, self._pid)
+        # Also when the trainer ends without shutdown(), or lets go of the sender. Unlike atexit,
+        # this runs at the end of multiprocessing's children too.
+        arguments = run, lock, self._scheme.keep_files, self._pid
+        self._end = Finalize(self, _end, arguments, exitpriority=0)
         return self._epoch
 
     def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
@@ -112,18 +121,20 @@ class DoubleBufferPublisher(Publisher):
             except FileNotFoundError:
                 parent = os.path.dirname(path)
                 raise WeightSyncError(f"{path}: there is no directory {parent}") from None
-            lock = Lock(run, layout.SENDER_LOCK, create=True)
-            # A former sender may have removed the directory between the two steps.
-            if lock.try_exclusive() and lock.is_file(run, layout.SENDER_LOCK) and run.exists:
+            # A former sender may remove the lock, and the directory, between any two steps.
+            try:
+                lock = Lock(run, layout.SENDER_LOCK, create=True)
+            except FileNotFoundError:
+                return None
+            if lock.try_exclusive() and lock.exists:
                 return run, lock
             lock.release()
             return None
 
         owned = deadline.at_most(BUSY_SECONDS).wait(attempt)
         if owned is None:
-            owner = _owner(Directory.open(path))
             raise SenderBusyError(
-                f"{path}: another sender ({owner}) is alive and owns this run; "
+                f"{path}: another sender ({_owner(path)}) is alive and owns this run; "
                 "give each trainer a path of its own"
             )
         return owned
@@ -154,10 +165,9 @@ class DoubleBufferPublisher(Publisher):
                 run.remove(name)
         records = run.subdirectory(layout.RECEIVERS)
         for name in records.names():
-            if layout.is_temporary(name):
-                records.remove(name)
-            elif name.endswith(".json") and not is_locked(records, f"{name[:-5]}.lock"):
-                _forget(records, name[:-5])
+            receiver = layout.receiver_of(name)
+            if receiver is not None:
+                _forget(records, receiver, name)
         self._drop_generations(run)
 
     def _drop_generations(self, run: Directory) -> None:
@@ -174,7 +184,7 @@ class DoubleBufferPublisher(Publisher):
     def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
         run = self._owned()
         current = self._generation
-        if current is not None and current.manifest == manifest:
+        if current is not None and _same(current.manifest, manifest):
             return
         reused = self._reusable(run, manifest)
         name = reused or layout.generation_name(
@@ -188,6 +198,8 @@ class DoubleBufferPublisher(Publisher):
         if reused is None:
             require_room(run, self._scheme.slots * slot_size(manifest))
         directory = run.subdirectory(name, create=True)
+        for entry in filter(layout.is_temporary, directory.names()):
+            directory.remove(entry)
         try:
             generation = Generation(directory, name, manifest, self._scheme.slots)
             if not reused:
@@ -210,7 +222,7 @@ class DoubleBufferPublisher(Publisher):
                 generation = run.subdirectory(name)
                 slots = {entry for entry in generation.names() if entry.endswith(".bin")}
                 data = generation.read(layout.MANIFEST, layout.MAX_MANIFEST)
-                if slots == wanted and Manifest.from_json(data) == manifest:
+                if slots == wanted and _same(Manifest.from_json(data), manifest):
                     return name
             except (OSError, WeightSyncError):
                 continue
@@ -246,19 +258,26 @@ class DoubleBufferPublisher(Publisher):
         for receiver in receivers or ():
             if not layout.is_receiver_id(receiver):
                 raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
-        manifest = weights.manifest()
+        inventory = weights.inventory()
+        manifest = inventory.manifest if inventory is not None else weights.manifest()
         looked = time.perf_counter() - began
         self.prepare(manifest, deadline)
         generation = self._generation
         assert generation is not None
-        nbytes = sum(spec.nbytes for spec in manifest.tensors)
+        nbytes = manifest.payload
         count = len(manifest.tensors)
         slot = self._free_slot(generation, deadline)
         if slot is None:
             return Published(nbytes, count, None, looked, 0.0, skipped=True)
         try:
             generation.directory.remove(layout.slot_record(slot))
-            digests, streamed = self._fill(generation, slot, weights, deadline)
+            writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
+            streamed = 0.0
+            if inventory is not None:
+                _write_inventory(generation, slot, inventory, writer)
+            else:
+                streamed = self._stream(generation, slot, weights, writer, deadline)
+            digests = writer.digests()
             commit = Commit(
                 version,
                 generation.name,
@@ -279,16 +298,24 @@ class DoubleBufferPublisher(Publisher):
             generation.locks[slot].unlock()
         changed = self._changed(generation, digests)
         run = self._owned()
+        self._stale = self._records() if version == self._last else {}
         if same:
             # Nothing but the addressees can differ: the same weights stay where they are.
             assert self._head is not None
             commit = replace(self._head, receivers=commit.receivers, time=commit.time)
-            self._stale = self._record_signatures()
         else:
             self._head_digests = digests
-            self._stale = {}
-        run.replace(layout.HEAD, commit.to_json())
-        self._head = commit
+        try:
+            run.replace(layout.HEAD, commit.to_json())
+            self._head = commit
+            self._last = commit.version
+        except BaseException:
+            # An interrupt may come just after the rename: what is there counts.
+            self._head = self._former_head(run)
+            self._head_digests = None
+            if self._head is None or self._head.version != commit.version:
+                generation.directory.remove(layout.slot_record(slot))
+            raise
         self._drop_generations(run)
         extract = looked + streamed
         return Published(nbytes, count, changed, extract, time.perf_counter() - began - extract)
@@ -296,9 +323,9 @@ class DoubleBufferPublisher(Publisher):
     def _require_newer(self, version: Version) -> None:
         if version.epoch != self._epoch:
             raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
-        head = self._head.version if self._head else None
-        if head is not None and version < head:
-            raise VersionError(f"version {version.number} is older than the last, {head.number}")
+        last = self._last
+        if last is not None and version < last:
+            raise VersionError(f"version {version.number} is older than the last, {last.number}")
 
     def _same_number(self, commit: Commit) -> bool:
         """Whether this is the head's version once more, with the same weights."""
@@ -327,6 +354,9 @@ class DoubleBufferPublisher(Publisher):
             for slot in order:
                 if slot != taken and generation.locks[slot].try_exclusive():
                     return slot
+            if taken >= 0 and self._refused() and generation.locks[taken].try_exclusive():
+                self._withdraw(generation)
+                return taken
             return None
 
         slot = attempt()
@@ -343,28 +373,67 @@ class DoubleBufferPublisher(Publisher):
             )
         return slot
 
-    def _fill(
-        self, generation: Generation, slot: int, weights: WeightSource, deadline: Deadline
-    ) -> tuple[Digests, float]:
-        """Write all tensors into the slot. Returns the digests, and the seconds the source took."""
-        writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
-        limit = None if weights.resident else self._scheme.bucket_bytes
-        bucket: list[torch.Tensor] = []
-        numbers: list[int] = []
-        addresses: list[int] = []
-        held = 0
+    def _refused(self) -> bool:
+        """Whether every live receiver has tried the head's version, and some went back to theirs.
+
+        Then nobody is about to read it, and the versions they went back to hold the other slots.
+        """
+        head = self._head
+        live = [report for report in self.receivers() if report.state not in ("dead", "failed")]
+        tried = [
+            report
+            for report in live
+            if head is not None
+            and report.attempted is not None
+            and report.attempted >= head.version
+        ]
+        failed = [report for report in tried if report.error is not None]
+        return bool(failed) and len(tried) == len(live)
+
+    def _withdraw(self, generation: Generation) -> None:
+        """Make the newest other whole version the head again, before the head's slot is written."""
+        run = self._owned()
+        assert self._head is not None
+        commits = []
+        for slot in range(len(generation.slots)):
+            with contextlib.suppress(FileNotFoundError, ProtocolError):
+                name = layout.slot_record(slot)
+                data = generation.directory.read(name, layout.MAX_HEAD)
+                commits.append(Commit.from_json(data, name))
+        others = [commit for commit in commits if commit.slot != self._head.slot]
+        self._head_digests = None
+        if others:
+            self._head = max(others, key=lambda commit: commit.version)
+            run.replace(layout.HEAD, self._head.to_json())
+        else:
+            self._head = None
+            run.remove(layout.HEAD)
+
+    def _stream(
+        self,
+        generation: Generation,
+        slot: int,
+        weights: WeightSource,
+        writer: SlotWriter,
+        deadline: Deadline,
+    ) -> float:
+        """Write a stream of tensors, letting go of them bucket by bucket.
+
+        Returns:
+            The seconds the source took.
+        """
+        bucket = _Bucket(writer)
         streamed = 0.0
         specs = generation.manifest.tensors
         seen: set[int] = set()
         stream = iter(weights.tensors())
         while True:
             asked = time.perf_counter()
-            try:
-                name, tensor = next(stream)
-            except StopIteration:
-                streamed += time.perf_counter() - asked
-                break
+            entry = next(stream, None)
             streamed += time.perf_counter() - asked
+            if entry is None:
+                break
+            name, tensor = entry
             number = generation.index.get(name)
             if number is None or number in seen:
                 what = "sent twice" if number is not None else "not in the manifest"
@@ -374,36 +443,34 @@ class DoubleBufferPublisher(Publisher):
             if tensor.shape != spec.shape:
                 sent = describe(tensor.dtype, tensor.shape)
                 raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
-            if _is_plain(tensor, spec.dtype):
-                bucket.append(tensor)
-                addresses.append(tensor.data_ptr() if spec.nbytes else 0)
-                held += spec.nbytes
-            else:
+            address = plain_address(tensor, spec)
+            if address == 0:
                 copy_tensor(generation.view(slot, number), tensor, name)
-                addresses.append(0)
-            numbers.append(number)
-            if limit is not None and held >= limit:
-                writer.write(numbers, addresses)
-                bucket.clear()
-                numbers.clear()
-                addresses.clear()
-                held = 0
+            bucket.add(number, tensor, address)
+            if bucket.nbytes >= self._scheme.bucket_bytes:
+                bucket.write()
                 if deadline.expired:
                     raise DeadlineError(
                         f"the source was not done within {deadline.seconds:.1f} s; "
                         f"it had come to {name!r}"
                     )
-        writer.write(numbers, addresses)
+        bucket.write()
         missing = writer.missing()
         if missing:
             names = ", ".join(repr(specs[number].name) for number in missing[:5])
             raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
-        return writer.digests(), streamed
+        return streamed
 
     # ---------------------------------------------------------------- receivers
 
     def receivers(self) -> list[ReceiverReport]:
-        return read_receivers(self._owned())
+        reports = read_receivers(self._owned())
+        for index, report in enumerate(reports):
+            if report.version is not None and report.version.epoch > self._epoch:
+                # Its engine would take this sender's versions for older ones.
+                error = f"it holds version {report.version}, of a sender whose clock was ahead"
+                reports[index] = replace(report, state="failed", version=None, error=error)
+        return reports
 
     def wait_applied(
         self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
@@ -418,15 +485,13 @@ class DoubleBufferPublisher(Publisher):
                 return True
             if report.attempted is None or report.attempted < version:
                 return False
-            return not stale or stale.get(report.receiver) != current_signatures.get(
-                report.receiver
-            )
+            return not stale or stale.get(report.receiver) != said.get(report.receiver)
 
-        current_signatures: dict[str, object] = {}
+        said: dict[str, bytes] = {}
 
         def attempt() -> list[ReceiverReport] | None:
             if stale:
-                current_signatures.update(self._record_signatures())
+                said.update(self._records())
             current = {report.receiver: report for report in self.receivers()}
             for name in [*current, *settled]:
                 report = current.get(name) or replace(settled[name], state="dead")
@@ -448,15 +513,19 @@ class DoubleBufferPublisher(Publisher):
             reports += [ReceiverReport(name, "waiting", error="never connected") for name in absent]
         records = self._owned().subdirectory(layout.RECEIVERS)
         for report in reports:
-            if report.state == "dead":  # said once; the next update does not count on it
+            if report.state in ("dead", "failed"):  # said once; the next update does without it
                 _forget(records, report.receiver)
         return reports
 
-    def _record_signatures(self) -> dict[str, object]:
+    def _records(self) -> dict[str, bytes]:
+        """What each receiver's record says, times included."""
         records = self._owned().subdirectory(layout.RECEIVERS)
-        return {
-            name[:-5]: records.signature(name) for name in records.names() if name[-5:] == ".json"
-        }
+        found = {}
+        for name in records.names():
+            if name.endswith(".json"):
+                with contextlib.suppress(FileNotFoundError):
+                    found[name[:-5]] = records.read(name, layout.MAX_RECORD)
+        return found
 
     # ---------------------------------------------------------------- the end
 
@@ -474,7 +543,7 @@ class DoubleBufferPublisher(Publisher):
             raise WeightSyncError(
                 "this publisher was opened in another process; open one in this process"
             )
-        if not self._run.exists:
+        if not self._lock.exists:
             raise WeightSyncError(
                 f"{self._run.path} was removed while the sender was using it; connect() again"
             )
@@ -505,7 +574,7 @@ def read_receivers(run: Directory) -> list[ReceiverReport]:
         if report.receiver != receiver:
             report = ReceiverReport(receiver, "failed", error=f"{name} is of another receiver")
         if report.state != "failed" and not is_locked(records, f"{receiver}.lock"):
-            if records.signature(name) is None:  # it said goodbye in between
+            if records.status(name) is None:  # it said goodbye in between
                 continue
             report = replace(report, state="dead", error=report.error or "its process is gone")
         reports.append(report)
@@ -516,28 +585,57 @@ def _at(head: Commit | None) -> Version | None:
     return head.version if head else None
 
 
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's memory is what is sent, byte for byte, in order."""
-    return (
-        tensor.dtype == dtype
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
+def _same(one: Manifest, other: Manifest) -> bool:
+    return one is other or one.fingerprint == other.fingerprint
 
 
-def _owner(run: Directory) -> str:
+class _Bucket:
+    """Tensors of a stream that are held until they have been written."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._held: list[torch.Tensor] = []
+        self._numbers: list[int] = []
+        self._addresses: list[int] = []
+        self.nbytes = 0
+
+    def add(self, number: int, tensor: torch.Tensor, address: int) -> None:
+        """``address`` is 0 if the tensor is in the slot already."""
+        self._numbers.append(number)
+        self._addresses.append(address)
+        if address:
+            self._held.append(tensor)
+            self.nbytes += tensor.nbytes
+
+    def write(self) -> None:
+        self._writer.write(self._numbers, self._addresses)
+        self._held, self._numbers, self._addresses, self.nbytes = [], [], [], 0
+
+
+def _write_inventory(
+    generation: Generation, slot: int, inventory: Inventory, writer: SlotWriter
+) -> None:
+    for number in np.flatnonzero(inventory.addresses == 0).tolist():
+        spec = generation.manifest.tensors[number]
+        copy_tensor(generation.view(slot, number), inventory.tensors[number], spec.name)
+    writer.write_all(inventory.addresses)
+
+
+def _owner(path: str) -> str:
     try:
-        record = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))
+        record = json.loads(Directory.open(path).read(layout.SENDER_LOCK, layout.MAX_RECORD))
         return f"pid {int(record['pid'])} on {record['host']!s:.80}"
     except (OSError, ValueError, KeyError, TypeError, WeightSyncError):
         return "unknown"
 
 
-def _forget(records: Directory, receiver: str) -> None:
-    records.remove(f"{receiver}.json")
-    records.remove(f"{receiver}.lock")
+def _forget(records: Directory, receiver: str, *others: str) -> None:
+    """Remove a dead receiver's files; one that was just restarted under its name keeps them."""
+    lock = Lock(records, f"{receiver}.lock", create=True)
+    if lock.try_exclusive() and lock.exists:
+        for name in (f"{receiver}.json", *others, f"{receiver}.lock"):
+            records.remove(name)
+    lock.release()
 
 
 def _remove_generation(run: Directory, name: str) -> None:
@@ -546,14 +644,19 @@ def _remove_generation(run: Directory, name: str) -> None:
         generation = run.subdirectory(name)
     except (FileNotFoundError, WeightSyncError):
         return
-    names = [entry for entry in generation.names() if layout.is_generation_file(entry)]
-    locks = [Lock(generation, entry) for entry in names if entry.endswith(".lock")]
+    locks = [Lock(generation, entry) for entry in generation.names() if entry.endswith(".lock")]
     if all(lock.try_exclusive() for lock in locks):
-        for entry in names:
-            generation.remove(entry)
+        _empty_generation(generation)
         run.remove_subdirectory(name)
     for lock in locks:
         lock.release()
+
+
+def _empty_generation(generation: Directory) -> None:
+    names = [entry for entry in generation.names() if layout.is_generation_file(entry)]
+    # Records first: without one nobody looks for the bytes.
+    for entry in sorted(names, key=lambda entry: not entry.endswith(".json")):
+        generation.remove(entry)
 
 
 def _remove_run(run: Directory) -> None:
@@ -561,26 +664,34 @@ def _remove_run(run: Directory) -> None:
     run.remove(layout.HEAD)
     for name in run.names():
         if layout.generation_number(name) is not None:
-            generation = run.subdirectory(name)
-            for entry in generation.names():
-                if layout.is_generation_file(entry):
-                    generation.remove(entry)
-            run.remove_subdirectory(name)
+            with contextlib.suppress(FileNotFoundError, WeightSyncError):
+                _empty_generation(run.subdirectory(name))
+                run.remove_subdirectory(name)
         elif layout.is_temporary(name):
             run.remove(name)
-    records = run.subdirectory(layout.RECEIVERS)
-    for entry in records.names():
-        if entry.endswith((".json", ".lock")) or layout.is_temporary(entry):
-            records.remove(entry)
-    run.remove_subdirectory(layout.RECEIVERS)
+    # A receiver may be writing its record at this very moment.
+    Deadline(1.0).wait(lambda: _remove_records(run) or None)
     run.remove(layout.SENDER_LOCK)
     with contextlib.suppress(OSError):  # somebody else's files are in it
         os.rmdir(run.path)
 
 
+def _remove_records(run: Directory) -> bool:
+    """Whether none of ours are left."""
+    try:
+        records = run.subdirectory(layout.RECEIVERS)
+    except (FileNotFoundError, WeightSyncError):
+        return True
+    for entry in records.names():
+        if layout.receiver_of(entry) is not None:
+            records.remove(entry)
+    run.remove_subdirectory(layout.RECEIVERS)
+    return not any(map(layout.receiver_of, records.names()))
+
+
 def _end(run: Directory, lock: Lock, keep_files: bool, pid: int) -> None:
     if os.getpid() != pid or lock.released:
         return  # a forked child ends without touching its parent's run
-    if run.exists and not keep_files:
+    if lock.exists and not keep_files:
         _remove_run(run)
     lock.release()

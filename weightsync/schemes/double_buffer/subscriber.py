@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +17,18 @@ from weightsync.errors import (
     CorruptError,
     DeadlineError,
     ManifestError,
+    ProtocolError,
     SchemeError,
     VersionGoneError,
     WeightSyncError,
 )
-from weightsync.files import Directory, Lock, is_locked
+from weightsync.files import Directory, Lock, WatchedFile, is_locked
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
-from weightsync.transport import Snapshot, Subscriber
+from weightsync.transport import Snapshot, Subscriber, Targets
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -68,12 +71,13 @@ class DoubleBufferSubscriber(Subscriber):
         self._mine: Lock | None = None
         self._said: ReceiverReport | None = None
         self._generation: MappedGeneration | None = None
-        self._seen: tuple[tuple[int, int, int], Commit] | None = None
+        self._watched: WatchedFile | None = None
+        self._seen: tuple[bytes, Commit] | None = None
+        # One thread may wait for the next version while another applies this one.
+        self._looking = threading.RLock()
         self._copier = Copier(scheme.threads)
 
     def open(self, deadline: Deadline) -> None:
-        if self._run is not None and self._run.exists:
-            return
         if deadline.wait(self._attach) is None:
             raise DeadlineError(
                 f"no live sender at {self._path} within {deadline.seconds:.1f} s: is its "
@@ -81,48 +85,74 @@ class DoubleBufferSubscriber(Subscriber):
             )
 
     def _attach(self) -> bool | None:
-        """Find the run of a live sender, and put this receiver's record into it."""
-        try:
-            run = Directory.open(self._path)
-        except FileNotFoundError:
-            return None
-        if not is_locked(run, layout.SENDER_LOCK):
-            return None
-        if self._receiver is not None:
+        """Find the run of a live sender, and enter this receiver into it; None to look again.
+
+        Looks again as well when the sender has ended: it, or the next one, may have removed the
+        directory or this receiver's record.
+        """
+        with self._looking:
+            if self._attached():
+                return True
+            if self._mine is not None:
+                self._mine.release()
+                self._mine = None
             try:
-                records = run.subdirectory(layout.RECEIVERS)
-            except FileNotFoundError:
-                return None  # the sender is just about to make it
-            name = f"{self._receiver}.lock"
-            mine = Lock(records, name, create=True)
+                run = Directory.open(self._path)
+                if not is_locked(run, layout.SENDER_LOCK) or not self._enter(run):
+                    return None
+            except FileNotFoundError:  # not made yet, or just being removed
+                return None
+            self._look_at(run)
+            if self._said is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    self.acknowledge(self._said)
+            return True
+
+    def _attached(self) -> bool:
+        if self._receiver is not None:
+            return self._mine is not None and self._mine.exists
+        return self._run is not None and self._run.exists
+
+    def _enter(self, run: Directory) -> bool:
+        """Lock this receiver's name in a run."""
+        if self._receiver is not None:
+            records = run.subdirectory(layout.RECEIVERS)
+            mine = Lock(records, f"{self._receiver}.lock", create=True)
             # The sender may just be looking whether this receiver's predecessor is alive.
             if not Deadline(0.2).wait(lambda: mine.try_exclusive() or None):
                 mine.release()
                 raise WeightSyncError(
                     f"{self._path}: another live receiver is called {self._receiver!r}"
                 )
-            if not mine.is_file(records, name):
+            if not mine.exists:
                 mine.release()
-                return None
+                return False
+            records.remove(f"{self._receiver}.json")  # what a dead predecessor said
             self._mine = mine
-        self._run = run
-        self._generation = self._seen = None
-        if self._said is not None:
-            self.acknowledge(self._said)
         return True
+
+    def _look_at(self, run: Directory) -> None:
+        if self._watched is not None:
+            self._watched.close()
+        self._run = run
+        self._watched = WatchedFile(run, layout.HEAD, layout.MAX_HEAD)
+        self._generation = self._seen = None
 
     # ---------------------------------------------------------------- control
 
     def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
         def attempt() -> Version | None:
-            if self._run is None or not self._run.exists:
-                # The sender ended, and perhaps another one made the directory anew.
-                if self._mine is not None:
-                    self._mine.release()
-                if self._attach() is None:
-                    return None
+            if self._attach() is None:
+                return None
             head = self._head()
-            if head is None or (after is not None and head.version <= after):
+            if head is None:
+                return None
+            if after is not None and head.version <= after:
+                if head.version.epoch < after.epoch:
+                    raise ProtocolError(
+                        f"{self._path}: version {head.version} comes from a sender whose clock is "
+                        f"behind that of {after}, which is held; start it again with a right clock"
+                    )
                 return None
             if head.receivers is not None and self._receiver not in head.receivers:
                 return None
@@ -132,25 +162,21 @@ class DoubleBufferSubscriber(Subscriber):
 
     def _head(self) -> Commit | None:
         run = self._require_run()
-        signature = run.signature(layout.HEAD)
-        if signature is None:
-            return None
-        if self._seen is not None and self._seen[0] == signature:
+        assert self._watched is not None
+        with self._looking:
+            data = self._watched.read()
+            if data is None:
+                return None
+            if self._seen is None or self._seen[0] is not data:
+                self._seen = data, Commit.from_json(data, f"{run.path}/{layout.HEAD}")
             return self._seen[1]
-        try:
-            data = run.read(layout.HEAD, layout.MAX_HEAD)
-        except FileNotFoundError:
-            return None
-        commit = Commit.from_json(data, f"{run.path}/{layout.HEAD}")
-        self._seen = signature, commit
-        return commit
 
     def acknowledge(self, report: ReceiverReport) -> None:
         self._said = report
         run = self._require_run()
         if self._receiver is None:
             raise WeightSyncError("this subscriber has no id to acknowledge under")
-        if not run.exists:
+        if not self._attached():
             return  # said again to the next sender
         records = run.subdirectory(layout.RECEIVERS)
         records.replace(f"{self._receiver}.json", layout.report_to_json(report))
@@ -158,8 +184,9 @@ class DoubleBufferSubscriber(Subscriber):
     # ---------------------------------------------------------------- data
 
     def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
-        if self._run is None:
-            self._attach_anyway(deadline)
+        with self._looking:
+            if self._run is None or not self._run.exists:
+                self._attach_anyway(deadline)
 
         def attempt() -> DoubleBufferSnapshot | None:
             found = self._find(version)
@@ -180,7 +207,7 @@ class DoubleBufferSubscriber(Subscriber):
     def _attach_anyway(self, deadline: Deadline) -> None:
         """For readers without an id: the version asked for matters, not who is alive."""
         try:
-            self._run = Directory.open(self._path)
+            self._look_at(Directory.open(self._path))
         except FileNotFoundError:
             self.open(deadline)
 
@@ -219,6 +246,8 @@ class DoubleBufferSubscriber(Subscriber):
                     return DoubleBufferSnapshot(
                         record, generation, lock, self._copier, self._scheme.verify
                     )
+        except FileNotFoundError:
+            pass  # the sender is just ending, and removes its files
         except BaseException:
             lock.release()
             raise
@@ -240,16 +269,20 @@ class DoubleBufferSubscriber(Subscriber):
     def close(self) -> None:
         run, self._run = self._run, None
         self._generation = self._seen = None
+        if self._watched is not None:
+            self._watched.close()
         self._copier.close()
-        if self._mine is None or self._mine.released:
+        mine, self._mine = self._mine, None
+        if mine is None:
             return
-        if run is not None and run.exists:
-            records = run.subdirectory(layout.RECEIVERS)
-            # A failure stays on record: the sender is to read why nobody is there.
-            if self._said is None or self._said.state != "failed":
-                records.remove(f"{self._receiver}.json")
-            records.remove(f"{self._receiver}.lock")
-        self._mine.release()
+        if run is not None and mine.exists:
+            with contextlib.suppress(FileNotFoundError):
+                records = run.subdirectory(layout.RECEIVERS)
+                # A failure stays on record: the sender is to read why nobody is there.
+                if self._said is None or self._said.state != "failed":
+                    records.remove(f"{self._receiver}.json")
+                records.remove(f"{self._receiver}.lock")
+        mine.release()
 
 
 class DoubleBufferSnapshot(Snapshot):
@@ -265,19 +298,21 @@ class DoubleBufferSnapshot(Snapshot):
     ) -> None:
         self.version = commit.version
         self.manifest = generation.manifest
-        self._generation = generation
+        self._geometry = generation.geometry
+        self._index = generation.index
         self._lock = lock
         self._copier = copier
-        self._slot = generation.slot(commit.slot)
+        self._slot: Slot | None = generation.slot(commit.slot)
         self._where = f"version {commit.version} in {generation.directory.path} slot {commit.slot}"
-        self._digests = self._read_digests(commit) if verified else None
+        self._digests = self._read_digests(generation, commit) if verified else None
 
-    def _read_digests(self, commit: Commit) -> Digests:
-        generation = self._generation
+    def _read_digests(self, generation: MappedGeneration, commit: Commit) -> Digests:
         count = generation.geometry.chunks
         try:
             data = generation.directory.read(layout.slot_digests(commit.slot), count * 8)
         except FileNotFoundError:
+            if generation.directory.status(layout.slot_record(commit.slot)) is None:
+                raise
             data = b""
         if len(data) == count * 8:
             digests: Digests = np.frombuffer(data, dtype="<u8").astype(np.uint64)
@@ -286,52 +321,44 @@ class DoubleBufferSnapshot(Snapshot):
         raise CorruptError(f"{self._where}: its digests do not match its record")
 
     def tensor(self, name: str) -> torch.Tensor:
-        if self._lock.released:
-            raise WeightSyncError(f"{self._where}: the snapshot is closed")
-        return self._slot.view(self.manifest.spec(name))
+        return self._leased().view(self.manifest.spec(name))
 
     def verify(self, names: Sequence[str] | None = None) -> None:
+        slot = self._leased()
         if self._digests is None:
             return
-        geometry = self._generation.geometry
+        geometry = self._geometry
         chunks = range(geometry.chunks)
         if names is not None:
-            numbers = [self._generation.index[self.manifest.spec(n).name] for n in names]
+            numbers = [self._index[self.manifest.spec(n).name] for n in names]
             chunks = sorted({c for n in numbers for c in geometry.chunks_of(n)})  # type: ignore[assignment]
-        wrong = self._copier.verify(geometry, self._slot.bytes, self._digests, chunks)
+        wrong = self._copier.verify(geometry, slot.bytes, self._digests, chunks)
         self._refuse(wrong)
 
-    def copy_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        if self._lock.released:
-            raise WeightSyncError(f"{self._where}: the snapshot is closed")
-        addresses = np.zeros(len(self.manifest.tensors), dtype=np.int64)
-        others: list[tuple[str, torch.Tensor]] = []
-        for name, target in targets.items():
-            spec = self.manifest.spec(name)
-            number = self._generation.index[spec.name]
-            plain = target.dtype == spec.dtype and target.is_cpu and target.is_contiguous()
-            if plain and not addresses[number] and not target.is_neg() and not target.is_conj():
-                addresses[number] = target.data_ptr()
-            else:  # cast, strided, on another device, or a second copy of a tied tensor
-                others.append((name, target))
-        wrong = self._copier.read(
-            self._generation.geometry, self._slot.bytes, addresses, self._digests
-        )
+    def copy_into(self, targets: Targets) -> None:
+        slot = self._leased().bytes
+        wrong = self._copier.read(self._geometry, slot, targets.addresses, self._digests)
         self._refuse(wrong)
-        for name, target in others:
+        for name, target in targets.others.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
 
     def _refuse(self, wrong: Sequence[int]) -> None:
         if wrong:
-            tensors = self._generation.geometry.tensors_in(wrong)
+            tensors = self._geometry.tensors_in(wrong)
             names = ", ".join(repr(self.manifest.tensors[n].name) for n in tensors[:5])
             raise CorruptError(
                 f"{self._where}: {len(wrong)} chunks do not match their digests; "
                 f"{len(tensors)} tensors lie in them: {names}"
             )
 
+    def _leased(self) -> Slot:
+        if self._slot is None or self._lock.released:
+            raise WeightSyncError(f"{self._where}: the snapshot is closed")
+        return self._slot
+
     def close(self) -> None:
+        self._slot = None  # a mapping keeps its memory, also after the file was removed
         self._lock.release()
 
 
