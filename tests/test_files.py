@@ -218,12 +218,14 @@ def test_a_lock_dies_with_its_object(directory):
 
 def test_a_lock_on_a_removed_file(directory):
     lock = Lock(directory, "lock", create=True)
-    assert lock.is_file(directory, "lock")
+    assert lock.exists
     directory.remove("lock")
-    assert not lock.is_file(directory, "lock")
+    assert not lock.exists
     again = Lock(directory, "lock", create=True)
-    assert not lock.is_file(directory, "lock")
-    assert again.is_file(directory, "lock")
+    assert not lock.exists
+    assert again.exists
+    again.release()
+    assert not again.exists
 
 
 def test_a_forked_child_does_not_keep_or_end_its_parents_lock(directory):

@@ -405,10 +405,9 @@ def test_a_corrupted_slot_is_never_loaded(ends):
     assert receiver.poll_and_apply().version.number == 3
 
 
-@pytest.mark.parametrize("slots", [2, 4])
-def test_meant_for_others(ends, slots):
-    """H5: each receiver ends at the version last sent to it."""
-    scheme = ends.scheme(slots=slots)
+def test_meant_for_others(ends):
+    """H5: each receiver ends at the version last sent to it. One slot more than receivers."""
+    scheme = ends.scheme(slots=4)
     sender = ends.sender(weights(0), scheme=scheme, timeout=2)
     names = ("r1", "r2", "r3")
     receivers = {name: ends.receiver(weights(0), scheme=scheme, id=name) for name in names}

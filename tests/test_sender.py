@@ -149,7 +149,9 @@ class TestOrderOfCalls:
         sender.connect()
         report = sender.update_weights(version=1)
         target = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
-        assert ends.receiver(target).poll_and_apply().version == report.version
+        receiver = ends.receiver(target, connect=False)
+        receiver.connect(timeout=0.5)
+        assert receiver.poll_and_apply().version == report.version
 
     def test_the_directory_was_removed(self, ends):
         import shutil
@@ -344,7 +346,7 @@ class TestStreams:
         """Only what loses its meaning is meant: floating point may be cast, nothing else."""
         sender = ends.sender(manifest=ws.Manifest.build([("a", dtype, (3,))]))
         with pytest.raises(ws.SourceError, match="'a'"):
-            sender.update_weights(iter([("a", torch.ones(3, dtype=other) * 1.5)]), version=1)
+            sender.update_weights(iter([("a", torch.full((3,), 1.5).to(other))]), version=1)
 
     def test_a_callable_that_returns_the_same_iterator_twice(self, ends):
         once = iter(weights(1).items())

@@ -59,6 +59,7 @@ class Geometry:
         first = offsets // CHUNK
         last = np.maximum(offsets + sizes - 1, offsets) // CHUNK
         self.first_chunk, self.last_chunk = first, last
+        self.nonempty = sizes > 0
         rows = np.where(sizes > 0, last - first + 1, 0)
         self.tensor = np.repeat(np.arange(len(sizes)), rows)
         row_in_tensor = np.arange(len(self.tensor)) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -76,6 +77,8 @@ class Geometry:
 
     def chunks_of(self, tensor: int) -> range:
         """The chunks that hold any byte of a tensor (by its index in the manifest)."""
+        if not self.nonempty[tensor]:
+            return range(0)
         return range(int(self.first_chunk[tensor]), int(self.last_chunk[tensor]) + 1)
 
     def tensors_in(self, chunks: Sequence[int]) -> list[int]:
@@ -88,9 +91,8 @@ class Geometry:
     def changed(self, before: Digests, after: Digests) -> int:
         """How many tensors lie in chunks whose digests differ. An upper bound, exact at zero."""
         different = np.concatenate([[0], np.cumsum(before != after)])
-        nonempty = np.zeros(len(self.first_chunk), dtype=bool)
-        nonempty[self.tensor] = True
-        touched = different[self.last_chunk[nonempty] + 1] > different[self.first_chunk[nonempty]]
+        first, last = self.first_chunk[self.nonempty], self.last_chunk[self.nonempty]
+        touched = different[last + 1] > different[first]
         return int(np.count_nonzero(touched))
 
 

@@ -78,7 +78,7 @@ def call_with_deadline(function: Callable[[], T], deadline: Deadline, what: str)
 
     thread = threading.Thread(target=run, name=f"weightsync {what}", daemon=True)
     thread.start()
-    thread.join(deadline.remaining)
+    thread.join(min(deadline.remaining, threading.TIMEOUT_MAX))
     if failure:
         raise failure[0]
     if not outcome:

@@ -149,6 +149,11 @@ class Directory:
                 raise ProtocolError(f"{self.path}/{name} is a directory") from None
             raise
 
+    def discard(self, name: str) -> None:
+        """Unlink a file if it is there; a directory of that name is somebody else's, and stays."""
+        with contextlib.suppress(ProtocolError):
+            self.remove(name)
+
     def remove(self, name: str) -> None:
         """Unlink a file if it is there.
 

@@ -374,7 +374,7 @@ class Receiver:
         """Stop following, end the leases, sign off. The engine keeps its weights. Idempotent."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self._apply_timeout)
+            self._thread.join(min(self._apply_timeout, threading.TIMEOUT_MAX))
         with self._busy:
             if self._held is not None:
                 self._held.snapshot.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -80,6 +81,8 @@ class Sender:
             ReceiverError: a receiver's set-up failed; carries its words.
             DeadlineError: fewer receivers than asked for came.
         """
+        if isinstance(receivers, str):
+            raise TypeError(f"receivers={receivers!r}: a number, or a list of ids")
         deadline = Deadline(timeout)
         self._epoch = self._publisher.open(deadline)
         inventory = self._source.inventory() if self._source is not None else None
@@ -131,7 +134,7 @@ class Sender:
                 Attached receivers have applied it in either case.
             timeout: seconds in all; None for the sender's own.
             receivers: ids of the receivers it is meant for; None for all. The others keep what
-                they hold.
+                they hold, and the buffer it lies in: have one more of these than receivers.
 
         Raises:
             SourceError: a tensor cannot be sent; nothing became visible.
@@ -145,6 +148,8 @@ class Sender:
             raise ValueError(f"wait={wait!r}: 'published' or 'applied'")
         if self._epoch is None:
             raise WeightSyncError("the sender is not connected: call connect() first")
+        if isinstance(receivers, str):
+            raise TypeError(f"receivers={receivers!r}: a list of ids")
         deadline = Deadline(self._timeout if timeout is None else timeout)
         source = self._source if weights is None else as_source(weights, self._options)
         if source is None:
@@ -173,9 +178,10 @@ class Sender:
     def _next_number(self, version: int | None) -> int:
         if version is None:
             return self._version.number + 1 if self._version else 0
-        if type(version) is not int or version < 0:
+        whole = hasattr(version, "__index__") and not isinstance(version, bool)
+        if not whole or operator.index(version) < 0:
             raise ValueError(f"version={version!r}: a step number, not negative")
-        return version
+        return operator.index(version)
 
     def _drive(
         self,

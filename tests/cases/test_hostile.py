@@ -230,7 +230,8 @@ class TestDamage:
     @pytest.mark.parametrize(
         "value",
         [None, True, -1, 0, 1, 63, 64, 10**400, 1.5, float("nan"), float("inf"), "", "x",
-         "9" * 5000, "../..", "generation-9999", "generation-0001/../..", [], [1], ["a"], {}, {"a": 1}],
+         "9" * 5000, "../..",
+         "generation-9999", "generation-0001/../..", [], [1], ["a"], {}, {"a": 1}],
         ids=lambda value: repr(value)[:12],
     )  # fmt: skip
     def test_any_field_any_value(self, run, file, value):

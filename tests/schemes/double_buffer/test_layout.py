@@ -24,7 +24,8 @@ def test_generations():
     for number in (1, 9999, 10_000, 123_456_789):
         assert layout.generation_number(layout.generation_name(number)) == number
     for name in ("generation-1", "generation-", "generation-0001x", "generation-0001\n",
-                 "generation-\u0660\u0660\u0660\u0661", "xgeneration-0001", "generation-0001/..", "generation--001",
+                 "generation-\u0660\u0660\u0660\u0661",
+                 "xgeneration-0001", "generation-0001/..", "generation--001",
                  "Generation-0001", "generation-0000000001"):  # fmt: skip
         assert layout.generation_number(name) is None
 

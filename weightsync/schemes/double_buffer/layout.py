@@ -125,6 +125,8 @@ class Commit:
         with _reading(what):
             fields = json.loads(data)
             receivers = fields["receivers"]
+            if receivers is not None and not isinstance(receivers, list):
+                raise TypeError(f"a list was expected, not {receivers!r:.80}")
             commit = cls(
                 Version.parse([fields["epoch"], fields["number"]]),
                 _text(fields["generation"]),
@@ -195,7 +197,7 @@ class _reading:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        if isinstance(error, (ValueError, KeyError, TypeError, AttributeError, RecursionError)):
+        if isinstance(error, (ValueError, LookupError, TypeError, ArithmeticError, RecursionError)):
             name = type(error).__name__
             raise ProtocolError(f"{self._what} is malformed: {name}: {error!s:.200}") from None
 

@@ -87,7 +87,21 @@ class DoubleBufferPublisher(Publisher):
         if self._end is not None:  # the directory was removed behind our back
             self._end()
         run, lock = self._own(deadline)
-        self._run, self._lock = run, lock
+        try:
+            self._take_over(run, lock)
+        except BaseException:
+            run.discard(layout.SENDER_LOCK)
+            lock.release()
+            raise
+        self._run, self._lock, self._pid = run, lock, os.getpid()
+        # Also when the trainer ends without shutdown(), or lets go of the sender. Unlike atexit,
+        # this runs at the end of multiprocessing's children too.
+        arguments = run, lock, self._scheme.keep_files, self._pid
+        self._end = Finalize(self, _end, arguments, exitpriority=0)
+        return self._epoch
+
+    def _take_over(self, run: Directory, lock: Lock) -> None:
+        """Begin a new epoch, and remove what the former sender's death left."""
         self._generation = None
         self._head_digests = None
         before = self._former_epoch(run)
@@ -105,12 +119,6 @@ class DoubleBufferPublisher(Publisher):
         )
         run.subdirectory(layout.RECEIVERS, create=True)
         self._sweep(run)
-        self._pid = os.getpid()
-        # Also when the trainer ends without shutdown(), or lets go of the sender. Unlike atexit,
-        # this runs at the end of multiprocessing's children too.
-        arguments = run, lock, self._scheme.keep_files, self._pid
-        self._end = Finalize(self, _end, arguments, exitpriority=0)
-        return self._epoch
 
     def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
         path = self._scheme.path
@@ -143,7 +151,7 @@ class DoubleBufferPublisher(Publisher):
     def _former_epoch(run: Directory) -> int:
         try:
             epoch = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))["epoch"]
-        except (OSError, ValueError, KeyError, TypeError, WeightSyncError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
             return 0
         return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
@@ -162,7 +170,7 @@ class DoubleBufferPublisher(Publisher):
         """Remove what dead processes left: half-written files, records, generations."""
         for name in run.names():
             if layout.is_temporary(name):
-                run.remove(name)
+                run.discard(name)
         records = run.subdirectory(layout.RECEIVERS)
         for name in records.names():
             receiver = layout.receiver_of(name)
@@ -255,6 +263,7 @@ class DoubleBufferPublisher(Publisher):
     ) -> Published:
         began = time.perf_counter()
         self._require_newer(version)
+        self._forget_signed_off()
         for receiver in receivers or ():
             if not layout.is_receiver_id(receiver):
                 raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
@@ -440,7 +449,8 @@ class DoubleBufferPublisher(Publisher):
                 raise SourceError(f"tensor {name!r} is {what}")
             seen.add(number)
             spec = specs[number]
-            if tensor.shape != spec.shape:
+            cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
+            if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
                 sent = describe(tensor.dtype, tensor.shape)
                 raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
             address = plain_address(tensor, spec)
@@ -449,11 +459,11 @@ class DoubleBufferPublisher(Publisher):
             bucket.add(number, tensor, address)
             if bucket.nbytes >= self._scheme.bucket_bytes:
                 bucket.write()
-                if deadline.expired:
-                    raise DeadlineError(
-                        f"the source was not done within {deadline.seconds:.1f} s; "
-                        f"it had come to {name!r}"
-                    )
+            if deadline.expired:
+                raise DeadlineError(
+                    f"the source was not done within {deadline.seconds:.1f} s; "
+                    f"it had come to {name!r}"
+                )
         bucket.write()
         missing = writer.missing()
         if missing:
@@ -464,13 +474,14 @@ class DoubleBufferPublisher(Publisher):
     # ---------------------------------------------------------------- receivers
 
     def receivers(self) -> list[ReceiverReport]:
-        reports = read_receivers(self._owned())
-        for index, report in enumerate(reports):
-            if report.version is not None and report.version.epoch > self._epoch:
-                # Its engine would take this sender's versions for older ones.
-                error = f"it holds version {report.version}, of a sender whose clock was ahead"
-                reports[index] = replace(report, state="failed", version=None, error=error)
-        return reports
+        return [self._checked(report) for report in read_receivers(self._owned())]
+
+    def _checked(self, report: ReceiverReport) -> ReceiverReport:
+        if report.version is None or report.version.epoch <= self._epoch:
+            return report
+        # Its engine would take this sender's versions for older ones.
+        error = f"it holds version {report.version}, of a sender whose clock was ahead"
+        return replace(report, state="failed", version=None, error=error)
 
     def wait_applied(
         self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
@@ -492,7 +503,14 @@ class DoubleBufferPublisher(Publisher):
         def attempt() -> list[ReceiverReport] | None:
             if stale:
                 said.update(self._records())
-            current = {report.receiver: report for report in self.receivers()}
+            current = {}
+            for report, signed_off in _read_records(self._owned()):
+                if signed_off and not answered(report):
+                    if receivers is None:  # it does not matter any more
+                        settled.pop(report.receiver, None)
+                        continue
+                    report = replace(report, state="dead", error="it has signed off")
+                current[report.receiver] = self._checked(report)
             for name in [*current, *settled]:
                 report = current.get(name) or replace(settled[name], state="dead")
                 settled[name] = report
@@ -516,6 +534,14 @@ class DoubleBufferPublisher(Publisher):
             if report.state in ("dead", "failed"):  # said once; the next update does without it
                 _forget(records, report.receiver)
         return reports
+
+    def _forget_signed_off(self) -> None:
+        run = self._owned()
+        names = set(run.subdirectory(layout.RECEIVERS).names())
+        if any(name[-5:] == ".json" and f"{name[:-5]}.lock" not in names for name in names):
+            for report, signed_off in _read_records(run):
+                if signed_off:
+                    _forget(run.subdirectory(layout.RECEIVERS), report.receiver)
 
     def _records(self) -> dict[str, bytes]:
         """What each receiver's record says, times included."""
@@ -553,8 +579,13 @@ class DoubleBufferPublisher(Publisher):
 def read_receivers(run: Directory) -> list[ReceiverReport]:
     """What the receivers of a run last said; ``dead`` where the process is gone.
 
-    A receiver that failed in its set-up has gone on purpose: it stays ``failed``.
+    Those that have signed off are left out, but for one that failed in its set-up.
     """
+    return [report for report, signed_off in _read_records(run) if not signed_off]
+
+
+def _read_records(run: Directory) -> list[tuple[ReceiverReport, bool]]:
+    """What the receivers last said, and whether they have signed off since."""
     try:
         records = run.subdirectory(layout.RECEIVERS)
     except FileNotFoundError:
@@ -573,11 +604,12 @@ def read_receivers(run: Directory) -> list[ReceiverReport]:
             report = ReceiverReport(receiver, "failed", error=str(error))
         if report.receiver != receiver:
             report = ReceiverReport(receiver, "failed", error=f"{name} is of another receiver")
+        signed_off = False
         if report.state != "failed" and not is_locked(records, f"{receiver}.lock"):
-            if records.status(name) is None:  # it said goodbye in between
-                continue
-            report = replace(report, state="dead", error=report.error or "its process is gone")
-        reports.append(report)
+            signed_off = records.status(f"{receiver}.lock") is None
+            if not signed_off:
+                report = replace(report, state="dead", error=report.error or "its process is gone")
+        reports.append((report, signed_off))
     return reports
 
 
@@ -625,7 +657,7 @@ def _owner(path: str) -> str:
     try:
         record = json.loads(Directory.open(path).read(layout.SENDER_LOCK, layout.MAX_RECORD))
         return f"pid {int(record['pid'])} on {record['host']!s:.80}"
-    except (OSError, ValueError, KeyError, TypeError, WeightSyncError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
         return "unknown"
 
 
@@ -634,7 +666,7 @@ def _forget(records: Directory, receiver: str, *others: str) -> None:
     lock = Lock(records, f"{receiver}.lock", create=True)
     if lock.try_exclusive() and lock.exists:
         for name in (f"{receiver}.json", *others, f"{receiver}.lock"):
-            records.remove(name)
+            records.discard(name)
     lock.release()
 
 
@@ -661,17 +693,17 @@ def _empty_generation(generation: Directory) -> None:
 
 def _remove_run(run: Directory) -> None:
     """Remove everything that is ours. Mappings of readers stay valid, names are free at once."""
-    run.remove(layout.HEAD)
+    run.discard(layout.HEAD)
     for name in run.names():
         if layout.generation_number(name) is not None:
             with contextlib.suppress(FileNotFoundError, WeightSyncError):
                 _empty_generation(run.subdirectory(name))
                 run.remove_subdirectory(name)
         elif layout.is_temporary(name):
-            run.remove(name)
+            run.discard(name)
     # A receiver may be writing its record at this very moment.
     Deadline(1.0).wait(lambda: _remove_records(run) or None)
-    run.remove(layout.SENDER_LOCK)
+    run.discard(layout.SENDER_LOCK)
     with contextlib.suppress(OSError):  # somebody else's files are in it
         os.rmdir(run.path)
 
@@ -684,7 +716,7 @@ def _remove_records(run: Directory) -> bool:
         return True
     for entry in records.names():
         if layout.receiver_of(entry) is not None:
-            records.remove(entry)
+            records.discard(entry)
     run.remove_subdirectory(layout.RECEIVERS)
     return not any(map(layout.receiver_of, records.names()))
 
@@ -692,6 +724,8 @@ def _remove_records(run: Directory) -> bool:
 def _end(run: Directory, lock: Lock, keep_files: bool, pid: int) -> None:
     if os.getpid() != pid or lock.released:
         return  # a forked child ends without touching its parent's run
-    if lock.exists and not keep_files:
-        _remove_run(run)
-    lock.release()
+    try:
+        if lock.exists and not keep_files:
+            _remove_run(run)
+    finally:
+        lock.release()

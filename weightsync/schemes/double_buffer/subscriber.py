@@ -277,11 +277,9 @@ class DoubleBufferSubscriber(Subscriber):
             return
         if run is not None and mine.exists:
             with contextlib.suppress(FileNotFoundError):
-                records = run.subdirectory(layout.RECEIVERS)
-                # A failure stays on record: the sender is to read why nobody is there.
-                if self._said is None or self._said.state != "failed":
-                    records.remove(f"{self._receiver}.json")
-                records.remove(f"{self._receiver}.lock")
+                # Without a lock the record says that this receiver has signed off. It stays: a
+                # sender may be about to read it. The dead leave their lock behind.
+                run.subdirectory(layout.RECEIVERS).remove(f"{self._receiver}.lock")
         mine.release()
 
 
