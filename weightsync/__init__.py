@@ -44,6 +44,7 @@ _PUBLIC = {
     "SenderBusyError": "weightsync.errors",
     "NoRoomError": "weightsync.errors",
     "EngineError": "weightsync.errors",
+    "EngineDiedError": "weightsync.errors",
     "EngineUnusableError": "weightsync.errors",
     "ReceiverError": "weightsync.errors",
 }
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from weightsync.errors import (
         CorruptError,
         DeadlineError,
+        EngineDiedError,
         EngineError,
         EngineUnusableError,
         ManifestError,

@@ -58,11 +58,19 @@ class Deadline:
             time.sleep(min(left, 0.0005 if polls < 200 else 0.002))
 
 
-def call_with_deadline(function: Callable[[], T], deadline: Deadline, what: str) -> T:
+def call_with_deadline(
+    function: Callable[[], T],
+    deadline: Deadline,
+    what: str,
+    check: Callable[[], None] = lambda: None,
+) -> T:
     """Run a call that has no deadline of its own, and stop waiting for it at the deadline.
 
     The call itself cannot be cancelled: it keeps its (daemon) thread until it returns. This is
     the last line of defence against a peer that never answers, not a way to schedule work.
+
+    Args:
+        check: called every tenth of a second; what it raises ends the wait as well.
 
     Raises:
         DeadlineError: ``what`` did not return in time.
@@ -78,7 +86,10 @@ def call_with_deadline(function: Callable[[], T], deadline: Deadline, what: str)
 
     thread = threading.Thread(target=run, name=f"weightsync {what}", daemon=True)
     thread.start()
-    thread.join(min(deadline.remaining, threading.TIMEOUT_MAX))
+    thread.join(min(deadline.remaining, 0.1))
+    while thread.is_alive() and not deadline.expired:
+        check()
+        thread.join(min(deadline.remaining, 0.1))
     if failure:
         raise failure[0]
     if not outcome:

@@ -79,6 +79,10 @@ class EngineError(WeightSyncError):
     """The inference engine refused, failed or is not set up for weight transfer."""
 
 
+class EngineDiedError(EngineError):
+    """The engine's process is gone: it holds nothing any more, and takes no update."""
+
+
 class EngineUnusableError(EngineError):
     """The engine holds no whole known version until the next full update succeeds."""
 

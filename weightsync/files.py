@@ -149,6 +149,11 @@ class Directory:
                 raise ProtocolError(f"{self.path}/{name} is a directory") from None
             raise
 
+    def rename(self, name: str, other: str) -> None:
+        """Give a file another name, if it is there. Needs no room."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
     def discard(self, name: str) -> None:
         """Unlink a file if it is there; a directory of that name is somebody else's, and stays."""
         with contextlib.suppress(ProtocolError):

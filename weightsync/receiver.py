@@ -20,6 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification, as_engine
 from weightsync.errors import (
     DeadlineError,
+    EngineDiedError,
     EngineError,
     EngineUnusableError,
     VersionGoneError,
@@ -205,6 +206,7 @@ class Receiver:
         snapshot = self._subscriber.snapshot(version, deadline)
         update = Update(self.scheme.to_url(), version, snapshot)
         paused = 0.0
+        loaded = False
         try:
             fit = self._engine.check(snapshot.manifest)
             self._engine.stage(update, deadline)
@@ -212,12 +214,14 @@ class Receiver:
             try:
                 self._engine.pause(deadline)
                 self._load(update, deadline)
+                loaded = True
             finally:
                 self._engine.resume()
                 paused = time.perf_counter() - pause_began
         except BaseException as error:
-            if self._held is None or self._held.snapshot is not snapshot:
-                snapshot.close()
+            snapshot.close()
+            if loaded or isinstance(error, EngineDiedError):
+                self._let_go()  # it could not be resumed, or is gone
             self._attempted, self._error = version, _words(error)
             self._seconds = Seconds(apply=time.perf_counter() - began, pause=paused)
             self._acknowledge()
@@ -260,9 +264,7 @@ class Receiver:
                 return
             except Exception as error:
                 why = f"rolling back to {held.version} failed: {_words(error)}"
-                held.snapshot.close()
-                self._held = None
-        self._state = "unusable"
+        self._let_go()
         log.error("receiver %s is unusable until the next full update: %s", self.id, why)
         try:
             self._engine.label(None)
@@ -270,6 +272,13 @@ class Receiver:
             log.warning("receiver %s: the engine keeps its label: %s", self.id, _words(error))
         if hasattr(cause, "add_note"):
             cause.add_note(f"the engine holds no whole version now: {why}")
+
+    def _let_go(self) -> None:
+        """The engine holds no whole version."""
+        if self._held is not None:
+            self._held.snapshot.close()
+        self._held = None
+        self._state = "unusable"
 
     def _report(self, update: Update, fit: Fit) -> SyncReport:
         manifest = update.snapshot.manifest

@@ -318,3 +318,15 @@ def test_c1_the_same_number_can_be_tried_again_after_a_failure(ends, slots):
     report = sender.update_weights(weights(3), version=3, wait="applied")
     assert report.receivers[0].version.number == 3
     assert_holds(engine, weights(3))
+
+
+def test_p10_an_engine_that_cannot_be_resumed_is_unusable(ends):
+    engine = FakeEngine(SHAPES, FUSED)
+    sender, receiver = attached(ends, engine)
+    sender.update_weights(weights(1), version=1)
+    engine.fail["resume"] = RuntimeError("stuck")
+    with pytest.raises(ws.ReceiverError, match="stuck"):
+        sender.update_weights(weights(2), version=2)
+    assert (receiver.status().state, receiver.version) == ("unusable", None)
+    sender.update_weights(weights(3), version=3)
+    assert_holds(engine, weights(3))

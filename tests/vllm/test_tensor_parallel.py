@@ -44,3 +44,31 @@ def test_tensor_parallel_engine_gets_the_same_weights(path, tmp_path):
         assert greedy(fresh) == tokens
     finally:
         stop(fresh)
+
+
+def test_an_engine_that_dies_is_said_so_within_seconds(path, tmp_path):
+    """H1 on vLLM: its engine process is killed; the sender learns of it long before its timeout."""
+    import time
+
+    import psutil
+
+    config = llama_config(num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    llm = make_llm(tmp_path)
+    try:
+        scheme = ws.DoubleBufferScheme(path)
+        with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+            sender.connect()
+            sender.attach(receiver)
+            sender.update_weights(make_model(config, 1), version=1)
+            for child in psutil.Process().children(recursive=True):
+                if child.pid not in before and "EngineCore" in " ".join(child.cmdline()):
+                    child.kill()
+            began = time.monotonic()
+            with pytest.raises(ws.ReceiverError, match=r"died|dead"):
+                sender.update_weights(make_model(config, 2), version=2, timeout=120)
+            assert time.monotonic() - began < 60
+            assert receiver.status().state == "unusable"
+    finally:
+        stop(llm)

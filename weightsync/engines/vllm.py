@@ -13,11 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.engine import Engine, Update
-from weightsync.errors import DeadlineError, EngineError
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError
 from weightsync.version import Version
 
 BACKEND = "weightsync"
 _CALL = "weightsync_call"
+_GRACE = 10.0
+"""Seconds that workers, who keep the deadline themselves, have to say that it is over."""
 
 T = TypeVar("T")
 
@@ -76,7 +78,9 @@ class VLLMEngine(Engine):
 
     def pause(self, deadline: Deadline) -> None:
         # An engine that its user put to sleep is left so.
-        self._was_paused = bool(self._llm.llm_engine.is_sleeping())
+        self._was_paused = bool(
+            self._bounded(self._llm.llm_engine.is_sleeping, deadline, "is_sleeping")
+        )
         if not self._was_paused:
             self._bounded(lambda: self._llm.sleep(level=0, mode=self._mode), deadline, "pause")
 
@@ -111,7 +115,12 @@ class VLLMEngine(Engine):
         # Running requests were kept with their old cache blocks: preempt them, so that theirs is
         # computed anew too; without it vLLM refuses while any block is in use.
         def attempt() -> bool | None:
-            return llm.reset_prefix_cache(reset_running_requests=True) or None
+            done = self._bounded(
+                lambda: llm.reset_prefix_cache(reset_running_requests=True),
+                deadline,
+                "reset_prefix_cache",
+            )
+            return done or None
 
         if deadline.wait(attempt) is None:
             raise EngineError("vLLM did not confirm that its prefix cache is empty")
@@ -119,11 +128,18 @@ class VLLMEngine(Engine):
         self._bounded(llm.llm_engine.reset_encoder_cache, deadline, "reset_encoder_cache")
 
     def label(self, version: Version | None) -> None:
-        self._llm.update_weight_version(str(version) if version else "unusable")
+        words = str(version) if version else "unusable"
+        self._bounded(
+            lambda: self._llm.update_weight_version(words),
+            Deadline(_GRACE),
+            "update_weight_version",
+        )
 
     def resume(self) -> None:
         if not self._was_paused:
-            self._llm.wake_up(tags=["scheduling"])
+            self._bounded(
+                lambda: self._llm.wake_up(tags=["scheduling"]), Deadline(_GRACE), "wake_up"
+            )
 
     def close(self) -> None:
         deadline = Deadline(10.0)
@@ -151,11 +167,21 @@ class VLLMEngine(Engine):
             raise EngineError("; ".join(failed))
         return states
 
-    @staticmethod
-    def _bounded(function: Callable[[], T], deadline: Deadline, what: str) -> T:
+    def _bounded(self, function: Callable[[], T], deadline: Deadline, what: str) -> T:
         # vLLM's own RPC timeouts leave replies behind that later calls would get. The workers
         # keep the deadline themselves; this catches those that do not answer at all.
-        return call_with_deadline(function, Deadline(deadline.remaining + 10.0), f"vLLM's {what}")
+        within = Deadline(deadline.remaining + _GRACE)
+        return call_with_deadline(function, within, f"vLLM's {what}", self._require_alive)
+
+    def _require_alive(self) -> None:
+        """vLLM notices that its engine process died, but does not tell a call that waits for it.
+
+        Raises:
+            EngineDiedError: it did.
+        """
+        core = getattr(self._llm.llm_engine, "engine_core", None)
+        if getattr(getattr(core, "resources", None), "engine_dead", False):
+            raise EngineDiedError("vLLM's engine process died")
 
 
 def accepts(target: Any) -> bool:

@@ -31,7 +31,9 @@ _SLOT_FILE = re.compile(r"slot\d{1,2}\.(bin|lock|json|digests)\Z", re.ASCII)
 _TEMPORARY = re.compile(r"\..*\.\d+\.\d+\.tmp\Z", re.ASCII | re.DOTALL)
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _RECEIVER_ID = re.compile(rf"{_ID}\Z", re.ASCII)
-_RECEIVER_FILE = re.compile(rf"({_ID})\.(?:json|lock)\Z|\.({_ID})\.json\.\d+\.\d+\.tmp\Z", re.ASCII)
+_RECEIVER_FILE = re.compile(
+    rf"({_ID})\.(?:json|left|lock)\Z|\.({_ID})\.json\.\d+\.\d+\.tmp\Z", re.ASCII
+)
 
 _STATES = ("connected", "applied", "rolled back", "unusable", "failed")
 

@@ -536,12 +536,10 @@ class DoubleBufferPublisher(Publisher):
         return reports
 
     def _forget_signed_off(self) -> None:
-        run = self._owned()
-        names = set(run.subdirectory(layout.RECEIVERS).names())
-        if any(name[-5:] == ".json" and f"{name[:-5]}.lock" not in names for name in names):
-            for report, signed_off in _read_records(run):
-                if signed_off:
-                    _forget(run.subdirectory(layout.RECEIVERS), report.receiver)
+        records = self._owned().subdirectory(layout.RECEIVERS)
+        for name in records.names():
+            if name.endswith(".left"):
+                records.remove(name)
 
     def _records(self) -> dict[str, bytes]:
         """What each receiver's record says, times included."""
@@ -579,7 +577,7 @@ class DoubleBufferPublisher(Publisher):
 def read_receivers(run: Directory) -> list[ReceiverReport]:
     """What the receivers of a run last said; ``dead`` where the process is gone.
 
-    Those that have signed off are left out, but for one that failed in its set-up.
+    A receiver that failed in its set-up has gone on purpose: it stays ``failed``.
     """
     return [report for report, signed_off in _read_records(run) if not signed_off]
 
@@ -592,8 +590,8 @@ def _read_records(run: Directory) -> list[tuple[ReceiverReport, bool]]:
         return []
     reports = []
     for name in records.names():
-        receiver = name.removesuffix(".json")
-        if receiver == name or not layout.is_receiver_id(receiver):
+        receiver, suffix = name[:-5], name[-5:]
+        if suffix not in (".json", ".left") or not layout.is_receiver_id(receiver):
             continue
         try:
             data = records.read(name, layout.MAX_RECORD)
@@ -604,11 +602,12 @@ def _read_records(run: Directory) -> list[tuple[ReceiverReport, bool]]:
             report = ReceiverReport(receiver, "failed", error=str(error))
         if report.receiver != receiver:
             report = ReceiverReport(receiver, "failed", error=f"{name} is of another receiver")
-        signed_off = False
-        if report.state != "failed" and not is_locked(records, f"{receiver}.lock"):
-            signed_off = records.status(f"{receiver}.lock") is None
-            if not signed_off:
-                report = replace(report, state="dead", error=report.error or "its process is gone")
+        signed_off = suffix == ".left"
+        alive = signed_off or is_locked(records, f"{receiver}.lock")
+        if report.state != "failed" and not alive:
+            if records.status(name) is None:  # it said goodbye in between
+                continue
+            report = replace(report, state="dead", error=report.error or "its process is gone")
         reports.append((report, signed_off))
     return reports
 
@@ -665,7 +664,7 @@ def _forget(records: Directory, receiver: str, *others: str) -> None:
     """Remove a dead receiver's files; one that was just restarted under its name keeps them."""
     lock = Lock(records, f"{receiver}.lock", create=True)
     if lock.try_exclusive() and lock.exists:
-        for name in (f"{receiver}.json", *others, f"{receiver}.lock"):
+        for name in (f"{receiver}.json", f"{receiver}.left", *others, f"{receiver}.lock"):
             records.discard(name)
     lock.release()
 

@@ -127,7 +127,8 @@ class DoubleBufferSubscriber(Subscriber):
             if not mine.exists:
                 mine.release()
                 return False
-            records.remove(f"{self._receiver}.json")  # what a dead predecessor said
+            for suffix in (".json", ".left"):  # what a predecessor said
+                records.remove(f"{self._receiver}{suffix}")
             self._mine = mine
         return True
 
@@ -277,9 +278,11 @@ class DoubleBufferSubscriber(Subscriber):
             return
         if run is not None and mine.exists:
             with contextlib.suppress(FileNotFoundError):
-                # Without a lock the record says that this receiver has signed off. It stays: a
-                # sender may be about to read it. The dead leave their lock behind.
-                run.subdirectory(layout.RECEIVERS).remove(f"{self._receiver}.lock")
+                records = run.subdirectory(layout.RECEIVERS)
+                # A sender may be about to read what it waits for, or why nobody is there.
+                if self._said is None or self._said.state != "failed":
+                    records.rename(f"{self._receiver}.json", f"{self._receiver}.left")
+                records.remove(f"{self._receiver}.lock")
         mine.release()
 
 
