@@ -333,6 +333,32 @@ def test_a_receiver_that_comes_late_is_served(peer, run_dir):
     assert writer.result().receivers == {"reader": ("applied", 1)}
 
 
+def apply_and_leave(state, scheme, times):
+    """A worker that ends right after its last update, a new one each time."""
+    for _ in range(times):
+        receive_in(state, scheme, "worker", nbytes=4096)
+        assert poll(state) is not None
+        state.receiver.shutdown()
+
+
+def test_a_receiver_that_leaves_right_after_an_update(peer, run_dir):
+    """It did what it was waited for: no error, and it is not missed later."""
+    scheme = ws.DoubleBufferScheme(run_dir, slots=3)
+    writer, stays, goes = peer(), peer(), peer()
+    writer.call(send_from, scheme, nbytes=4096)
+    stays.call(receive_in, scheme, "stays", nbytes=4096)
+    stays.call(follow)
+    goes.start(apply_and_leave, scheme, 40)
+    number = 0
+    while not goes.answered():
+        number += 1
+        report = writer.call(publish, number, wait="applied")
+        assert report.receivers["stays"] == ("applied", number)
+    goes.result()
+    report = writer.call(publish, number + 1, wait="applied")
+    assert report.receivers == {"stays": ("applied", number + 1)}
+
+
 def test_a_signed_off_receiver_is_not_missed(peer, run_dir):
     scheme = ws.DoubleBufferScheme(run_dir)
     writer, goes, stays = peer(), peer(), peer()

@@ -503,17 +503,13 @@ class DoubleBufferPublisher(Publisher):
         def attempt() -> list[ReceiverReport] | None:
             if stale:
                 said.update(self._records())
-            current = {}
             for report, signed_off in _read_records(self._owned()):
                 if signed_off and not answered(report):
                     if receivers is None:  # it does not matter any more
                         settled.pop(report.receiver, None)
                         continue
                     report = replace(report, state="dead", error="it has signed off")
-                current[report.receiver] = self._checked(report)
-            for name in [*current, *settled]:
-                report = current.get(name) or replace(settled[name], state="dead")
-                settled[name] = report
+                settled[report.receiver] = self._checked(report)
             wanted = list(settled) if receivers is None else list(receivers)
             found = [settled[name] for name in wanted if name in settled]
             if len(found) == len(wanted) > 0 and all(map(answered, found)):
@@ -539,7 +535,7 @@ class DoubleBufferPublisher(Publisher):
         records = self._owned().subdirectory(layout.RECEIVERS)
         for name in records.names():
             if name.endswith(".left"):
-                records.remove(name)
+                records.discard(name)
 
     def _records(self) -> dict[str, bytes]:
         """What each receiver's record says, times included."""
