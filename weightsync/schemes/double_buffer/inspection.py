@@ -10,7 +10,7 @@ from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.schemes.double_buffer.publisher import read_receivers
+from weightsync.schemes.double_buffer.receivers import read_receivers
 from weightsync.version import Version
 
 

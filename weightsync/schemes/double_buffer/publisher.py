@@ -12,27 +12,25 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from weightsync.chunks import Copier, Digests, Geometry, SlotWriter
+from weightsync.chunks import Copier, Digests, SlotWriter
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     DeadlineError,
     ProtocolError,
     SenderBusyError,
-    SourceError,
     VersionError,
     WeightSyncError,
 )
-from weightsync.files import Directory, Lock, is_locked
-from weightsync.manifest import Manifest, describe
+from weightsync.files import Directory, Lock
+from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.schemes.double_buffer import layout
+from weightsync.schemes.double_buffer.generation import Generation, write_inventory, write_stream
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, require_room, slot_size
-from weightsync.source import Inventory, WeightSource
-from weightsync.tensors import plain_address
+from weightsync.schemes.double_buffer.receivers import Receivers, forget
+from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
+from weightsync.schemes.double_buffer.slot import require_room, slot_size
+from weightsync.source import WeightSource
 from weightsync.transport import Published, Publisher
 from weightsync.version import Version
 
@@ -41,24 +39,6 @@ if TYPE_CHECKING:
 
 BUSY_SECONDS = 2.0
 """How long a sender waits for another one that is just about to end."""
-
-
-class Generation:
-    """The slots for one manifest, mapped for writing."""
-
-    def __init__(self, directory: Directory, name: str, manifest: Manifest, slots: int) -> None:
-        self.directory = directory
-        self.name = name
-        self.manifest = manifest
-        self.geometry = Geometry(manifest)
-        self.index = {spec.name: number for number, spec in enumerate(manifest.tensors)}
-        size = slot_size(manifest)
-        # The locks come first: whoever sees a slot's bytes can lease them.
-        self.locks = [Lock(directory, layout.slot_lock(n), create=True) for n in range(slots)]
-        self.slots = [Slot.create(directory, n, size) for n in range(slots)]
-
-    def view(self, slot: int, tensor: int) -> torch.Tensor:
-        return self.slots[slot].view(self.manifest.tensors[tensor])
 
 
 class DoubleBufferPublisher(Publisher):
@@ -75,6 +55,7 @@ class DoubleBufferPublisher(Publisher):
         self._last: Version | None = None
         # Answers to an earlier attempt at the head's version, which do not count for this one.
         self._stale: dict[str, bytes] = {}
+        self._receivers = Receivers(self._owned, 0)
         self._copier = Copier(scheme.threads)
         self._pid = os.getpid()
         self._end: Finalize[None] | None = None
@@ -118,6 +99,7 @@ class DoubleBufferPublisher(Publisher):
             ).encode()
         )
         run.subdirectory(layout.RECEIVERS, create=True)
+        self._receivers = Receivers(self._owned, self._epoch)
         self._sweep(run)
 
     def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
@@ -175,7 +157,7 @@ class DoubleBufferPublisher(Publisher):
         for name in records.names():
             receiver = layout.receiver_of(name)
             if receiver is not None:
-                _forget(records, receiver, name)
+                forget(records, receiver, name)
         self._drop_generations(run)
 
     def _drop_generations(self, run: Directory) -> None:
@@ -185,7 +167,7 @@ class DoubleBufferPublisher(Publisher):
             keep.add(self._head.generation)
         for name in run.names():
             if layout.generation_number(name) is not None and name not in keep:
-                _remove_generation(run, name)
+                remove_generation(run, name)
 
     # ---------------------------------------------------------------- room for a manifest
 
@@ -215,7 +197,7 @@ class DoubleBufferPublisher(Publisher):
         except BaseException:
             if not reused:
                 del directory
-                _remove_generation(run, name)
+                remove_generation(run, name)
             raise
         self._generation = generation
         self._head_digests = None
@@ -263,7 +245,7 @@ class DoubleBufferPublisher(Publisher):
     ) -> Published:
         began = time.perf_counter()
         self._require_newer(version)
-        self._forget_signed_off()
+        self._receivers.forget_signed_off()
         for receiver in receivers or ():
             if not layout.is_receiver_id(receiver):
                 raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
@@ -283,9 +265,11 @@ class DoubleBufferPublisher(Publisher):
             writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
             streamed = 0.0
             if inventory is not None:
-                _write_inventory(generation, slot, inventory, writer)
+                write_inventory(generation, slot, inventory, writer)
             else:
-                streamed = self._stream(generation, slot, weights, writer, deadline)
+                streamed = write_stream(
+                    generation, slot, weights, writer, deadline, self._scheme.bucket_bytes
+                )
             digests = writer.digests()
             commit = Commit(
                 version,
@@ -307,7 +291,7 @@ class DoubleBufferPublisher(Publisher):
             generation.locks[slot].unlock()
         changed = self._changed(generation, digests)
         run = self._owned()
-        self._stale = self._records() if version == self._last else {}
+        self._stale = self._receivers.raw() if version == self._last else {}
         if same:
             # Nothing but the addressees can differ: the same weights stay where they are.
             assert self._head is not None
@@ -363,7 +347,12 @@ class DoubleBufferPublisher(Publisher):
             for slot in order:
                 if slot != taken and generation.locks[slot].try_exclusive():
                     return slot
-            if taken >= 0 and self._refused() and generation.locks[taken].try_exclusive():
+            if (
+                head
+                and taken >= 0
+                and self._receivers.have_refused(head.version)
+                and generation.locks[taken].try_exclusive()
+            ):
                 self._withdraw(generation)
                 return taken
             return None
@@ -381,23 +370,6 @@ class DoubleBufferPublisher(Publisher):
                 "versions out instead of waiting"
             )
         return slot
-
-    def _refused(self) -> bool:
-        """Whether every live receiver has tried the head's version, and some went back to theirs.
-
-        Then nobody is about to read it, and the versions they went back to hold the other slots.
-        """
-        head = self._head
-        live = [report for report in self.receivers() if report.state not in ("dead", "failed")]
-        tried = [
-            report
-            for report in live
-            if head is not None
-            and report.attempted is not None
-            and report.attempted >= head.version
-        ]
-        failed = [report for report in tried if report.error is not None]
-        return bool(failed) and len(tried) == len(live)
 
     def _withdraw(self, generation: Generation) -> None:
         """Make the newest other whole version the head again, before the head's slot is written."""
@@ -418,134 +390,15 @@ class DoubleBufferPublisher(Publisher):
             self._head = None
             run.remove(layout.HEAD)
 
-    def _stream(
-        self,
-        generation: Generation,
-        slot: int,
-        weights: WeightSource,
-        writer: SlotWriter,
-        deadline: Deadline,
-    ) -> float:
-        """Write a stream of tensors, letting go of them bucket by bucket.
-
-        Returns:
-            The seconds the source took.
-        """
-        bucket = _Bucket(writer)
-        streamed = 0.0
-        specs = generation.manifest.tensors
-        seen: set[int] = set()
-        stream = iter(weights.tensors())
-        while True:
-            asked = time.perf_counter()
-            entry = next(stream, None)
-            streamed += time.perf_counter() - asked
-            if entry is None:
-                break
-            name, tensor = entry
-            number = generation.index.get(name)
-            if number is None or number in seen:
-                what = "sent twice" if number is not None else "not in the manifest"
-                raise SourceError(f"tensor {name!r} is {what}")
-            seen.add(number)
-            spec = specs[number]
-            cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
-            if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
-                sent = describe(tensor.dtype, tensor.shape)
-                raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
-            address = plain_address(tensor, spec)
-            if address == 0:
-                copy_tensor(generation.view(slot, number), tensor, name)
-            bucket.add(number, tensor, address)
-            if bucket.nbytes >= self._scheme.bucket_bytes:
-                bucket.write()
-            if deadline.expired:
-                raise DeadlineError(
-                    f"the source was not done within {deadline.seconds:.1f} s; "
-                    f"it had come to {name!r}"
-                )
-        bucket.write()
-        missing = writer.missing()
-        if missing:
-            names = ", ".join(repr(specs[number].name) for number in missing[:5])
-            raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
-        return streamed
-
     # ---------------------------------------------------------------- receivers
 
     def receivers(self) -> list[ReceiverReport]:
-        return [self._checked(report) for report in read_receivers(self._owned())]
-
-    def _checked(self, report: ReceiverReport) -> ReceiverReport:
-        if report.version is None or report.version.epoch <= self._epoch:
-            return report
-        # Its engine would take this sender's versions for older ones.
-        error = f"it holds version {report.version}, of a sender whose clock was ahead"
-        return replace(report, state="failed", version=None, error=error)
+        return self._receivers.reports()
 
     def wait_applied(
         self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
     ) -> list[ReceiverReport]:
-        settled: dict[str, ReceiverReport] = {}
-        stale = self._stale
-
-        def answered(report: ReceiverReport) -> bool:
-            if report.version is not None and report.version >= version:
-                return True
-            if report.state in ("dead", "failed"):
-                return True
-            if report.attempted is None or report.attempted < version:
-                return False
-            return not stale or stale.get(report.receiver) != said.get(report.receiver)
-
-        said: dict[str, bytes] = {}
-
-        def attempt() -> list[ReceiverReport] | None:
-            if stale:
-                said.update(self._records())
-            for report, signed_off in _read_records(self._owned()):
-                if signed_off and not answered(report):
-                    if receivers is None:  # it does not matter any more
-                        settled.pop(report.receiver, None)
-                        continue
-                    report = replace(report, state="dead", error="it has signed off")
-                settled[report.receiver] = self._checked(report)
-            wanted = list(settled) if receivers is None else list(receivers)
-            found = [settled[name] for name in wanted if name in settled]
-            if len(found) == len(wanted) > 0 and all(map(answered, found)):
-                return found
-            return None
-
-        reports = deadline.wait(attempt)
-        if reports is None:
-            wanted = list(settled) if receivers is None else list(receivers)
-            absent = [name for name in wanted if name not in settled]
-            reports = [
-                r if answered(r) else replace(r, state="waiting", error=r.error or "late")
-                for r in (settled[name] for name in wanted if name in settled)
-            ]
-            reports += [ReceiverReport(name, "waiting", error="never connected") for name in absent]
-        records = self._owned().subdirectory(layout.RECEIVERS)
-        for report in reports:
-            if report.state in ("dead", "failed"):  # said once; the next update does without it
-                _forget(records, report.receiver)
-        return reports
-
-    def _forget_signed_off(self) -> None:
-        records = self._owned().subdirectory(layout.RECEIVERS)
-        for name in records.names():
-            if name.endswith(".left"):
-                records.discard(name)
-
-    def _records(self) -> dict[str, bytes]:
-        """What each receiver's record says, times included."""
-        records = self._owned().subdirectory(layout.RECEIVERS)
-        found = {}
-        for name in records.names():
-            if name.endswith(".json"):
-                with contextlib.suppress(FileNotFoundError):
-                    found[name[:-5]] = records.read(name, layout.MAX_RECORD)
-        return found
+        return self._receivers.wait_applied(version, deadline, receivers, self._stale)
 
     # ---------------------------------------------------------------- the end
 
@@ -570,82 +423,12 @@ class DoubleBufferPublisher(Publisher):
         return self._run
 
 
-def read_receivers(run: Directory) -> list[ReceiverReport]:
-    """What the receivers of a run last said; ``dead`` where the process is gone.
-
-    A receiver that failed in its set-up has gone on purpose: it stays ``failed``.
-    """
-    return [report for report, signed_off in _read_records(run) if not signed_off]
-
-
-def _read_records(run: Directory) -> list[tuple[ReceiverReport, bool]]:
-    """What the receivers last said, and whether they have signed off since."""
-    try:
-        records = run.subdirectory(layout.RECEIVERS)
-    except FileNotFoundError:
-        return []
-    reports = []
-    for name in records.names():
-        receiver, suffix = name[:-5], name[-5:]
-        if suffix not in (".json", ".left") or not layout.is_receiver_id(receiver):
-            continue
-        try:
-            data = records.read(name, layout.MAX_RECORD)
-            report = layout.report_from_json(data, f"{records.path}/{name}")
-        except FileNotFoundError:
-            continue
-        except ProtocolError as error:
-            report = ReceiverReport(receiver, "failed", error=str(error))
-        if report.receiver != receiver:
-            report = ReceiverReport(receiver, "failed", error=f"{name} is of another receiver")
-        signed_off = suffix == ".left"
-        alive = signed_off or is_locked(records, f"{receiver}.lock")
-        if report.state != "failed" and not alive:
-            if records.status(name) is None:  # it said goodbye in between
-                continue
-            report = replace(report, state="dead", error=report.error or "its process is gone")
-        reports.append((report, signed_off))
-    return reports
-
-
 def _at(head: Commit | None) -> Version | None:
     return head.version if head else None
 
 
 def _same(one: Manifest, other: Manifest) -> bool:
     return one is other or one.fingerprint == other.fingerprint
-
-
-class _Bucket:
-    """Tensors of a stream that are held until they have been written."""
-
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
-        self._held: list[torch.Tensor] = []
-        self._numbers: list[int] = []
-        self._addresses: list[int] = []
-        self.nbytes = 0
-
-    def add(self, number: int, tensor: torch.Tensor, address: int) -> None:
-        """``address`` is 0 if the tensor is in the slot already."""
-        self._numbers.append(number)
-        self._addresses.append(address)
-        if address:
-            self._held.append(tensor)
-            self.nbytes += tensor.nbytes
-
-    def write(self) -> None:
-        self._writer.write(self._numbers, self._addresses)
-        self._held, self._numbers, self._addresses, self.nbytes = [], [], [], 0
-
-
-def _write_inventory(
-    generation: Generation, slot: int, inventory: Inventory, writer: SlotWriter
-) -> None:
-    for number in np.flatnonzero(inventory.addresses == 0).tolist():
-        spec = generation.manifest.tensors[number]
-        copy_tensor(generation.view(slot, number), inventory.tensors[number], spec.name)
-    writer.write_all(inventory.addresses)
 
 
 def _owner(path: str) -> str:
@@ -656,71 +439,11 @@ def _owner(path: str) -> str:
         return "unknown"
 
 
-def _forget(records: Directory, receiver: str, *others: str) -> None:
-    """Remove a dead receiver's files; one that was just restarted under its name keeps them."""
-    lock = Lock(records, f"{receiver}.lock", create=True)
-    if lock.try_exclusive() and lock.exists:
-        for name in (f"{receiver}.json", f"{receiver}.left", *others, f"{receiver}.lock"):
-            records.discard(name)
-    lock.release()
-
-
-def _remove_generation(run: Directory, name: str) -> None:
-    """Remove a generation's files, if no process leases one of its slots."""
-    try:
-        generation = run.subdirectory(name)
-    except (FileNotFoundError, WeightSyncError):
-        return
-    locks = [Lock(generation, entry) for entry in generation.names() if entry.endswith(".lock")]
-    if all(lock.try_exclusive() for lock in locks):
-        _empty_generation(generation)
-        run.remove_subdirectory(name)
-    for lock in locks:
-        lock.release()
-
-
-def _empty_generation(generation: Directory) -> None:
-    names = [entry for entry in generation.names() if layout.is_generation_file(entry)]
-    # Records first: without one nobody looks for the bytes.
-    for entry in sorted(names, key=lambda entry: not entry.endswith(".json")):
-        generation.remove(entry)
-
-
-def _remove_run(run: Directory) -> None:
-    """Remove everything that is ours. Mappings of readers stay valid, names are free at once."""
-    run.discard(layout.HEAD)
-    for name in run.names():
-        if layout.generation_number(name) is not None:
-            with contextlib.suppress(FileNotFoundError, WeightSyncError):
-                _empty_generation(run.subdirectory(name))
-                run.remove_subdirectory(name)
-        elif layout.is_temporary(name):
-            run.discard(name)
-    # A receiver may be writing its record at this very moment.
-    Deadline(1.0).wait(lambda: _remove_records(run) or None)
-    run.discard(layout.SENDER_LOCK)
-    with contextlib.suppress(OSError):  # somebody else's files are in it
-        os.rmdir(run.path)
-
-
-def _remove_records(run: Directory) -> bool:
-    """Whether none of ours are left."""
-    try:
-        records = run.subdirectory(layout.RECEIVERS)
-    except (FileNotFoundError, WeightSyncError):
-        return True
-    for entry in records.names():
-        if layout.receiver_of(entry) is not None:
-            records.discard(entry)
-    run.remove_subdirectory(layout.RECEIVERS)
-    return not any(map(layout.receiver_of, records.names()))
-
-
 def _end(run: Directory, lock: Lock, keep_files: bool, pid: int) -> None:
     if os.getpid() != pid or lock.released:
         return  # a forked child ends without touching its parent's run
     try:
         if lock.exists and not keep_files:
-            _remove_run(run)
+            remove_run(run)
     finally:
         lock.release()

@@ -1,0 +1,126 @@
+"""The slots for one manifest, on the trainer's side, and how weights get into one of them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from weightsync.chunks import Geometry, SlotWriter
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, SourceError
+from weightsync.files import Directory, Lock
+from weightsync.manifest import Manifest, describe
+from weightsync.schemes.double_buffer import layout
+from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
+from weightsync.source import Inventory, WeightSource
+from weightsync.tensors import plain_address
+
+
+class Generation:
+    """The slots for one manifest, mapped for writing."""
+
+    def __init__(self, directory: Directory, name: str, manifest: Manifest, slots: int) -> None:
+        self.directory = directory
+        self.name = name
+        self.manifest = manifest
+        self.geometry = Geometry(manifest)
+        self.index = {spec.name: number for number, spec in enumerate(manifest.tensors)}
+        size = slot_size(manifest)
+        # The locks come first: whoever sees a slot's bytes can lease them.
+        self.locks = [Lock(directory, layout.slot_lock(n), create=True) for n in range(slots)]
+        self.slots = [Slot.create(directory, n, size) for n in range(slots)]
+
+    def view(self, slot: int, tensor: int) -> torch.Tensor:
+        return self.slots[slot].view(self.manifest.tensors[tensor])
+
+
+def write_inventory(
+    generation: Generation, slot: int, inventory: Inventory, writer: SlotWriter
+) -> None:
+    """Write tensors that exist anyway, all at once."""
+    for number in np.flatnonzero(inventory.addresses == 0).tolist():
+        spec = generation.manifest.tensors[number]
+        copy_tensor(generation.view(slot, number), inventory.tensors[number], spec.name)
+    writer.write_all(inventory.addresses)
+
+
+def write_stream(
+    generation: Generation,
+    slot: int,
+    weights: WeightSource,
+    writer: SlotWriter,
+    deadline: Deadline,
+    bucket_bytes: int,
+) -> float:
+    """Write a stream of tensors, letting go of them bucket by bucket.
+
+    Returns:
+        The seconds the source took.
+
+    Raises:
+        SourceError: a tensor is not what the manifest says, comes twice, or does not come.
+        DeadlineError: the source was not done in time.
+    """
+    bucket = _Bucket(writer)
+    streamed = 0.0
+    specs = generation.manifest.tensors
+    seen: set[int] = set()
+    stream = iter(weights.tensors())
+    while True:
+        asked = time.perf_counter()
+        entry = next(stream, None)
+        streamed += time.perf_counter() - asked
+        if entry is None:
+            break
+        name, tensor = entry
+        number = generation.index.get(name)
+        if number is None or number in seen:
+            what = "sent twice" if number is not None else "not in the manifest"
+            raise SourceError(f"tensor {name!r} is {what}")
+        seen.add(number)
+        spec = specs[number]
+        cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
+        if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
+            sent = describe(tensor.dtype, tensor.shape)
+            raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
+        address = plain_address(tensor, spec)
+        if address == 0:
+            copy_tensor(generation.view(slot, number), tensor, name)
+        bucket.add(number, tensor, address)
+        if bucket.nbytes >= bucket_bytes:
+            bucket.write()
+        if deadline.expired:
+            raise DeadlineError(
+                f"the source was not done within {deadline.seconds:.1f} s; it had come to {name!r}"
+            )
+    bucket.write()
+    missing = writer.missing()
+    if missing:
+        names = ", ".join(repr(specs[number].name) for number in missing[:5])
+        raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
+    return streamed
+
+
+class _Bucket:
+    """Tensors of a stream that are held until they have been written."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._held: list[torch.Tensor] = []
+        self._numbers: list[int] = []
+        self._addresses: list[int] = []
+        self.nbytes = 0
+
+    def add(self, number: int, tensor: torch.Tensor, address: int) -> None:
+        """``address`` is 0 if the tensor is in the slot already."""
+        self._numbers.append(number)
+        self._addresses.append(address)
+        if address:
+            self._held.append(tensor)
+            self.nbytes += tensor.nbytes
+
+    def write(self) -> None:
+        self._writer.write(self._numbers, self._addresses)
+        self._held, self._numbers, self._addresses, self.nbytes = [], [], [], 0
