@@ -1,6 +1,7 @@
 """Readers and a writer at full speed, and readers that are slow at the worst moments."""
 
 import os
+import random
 import threading
 import time
 
@@ -11,6 +12,7 @@ from tests.live.processes import (
     WAIT,
     constants,
     end_receiver,
+    eventually,
     follow,
     held,
     held_while_following,
@@ -58,8 +60,9 @@ def test_nothing_is_overwritten_under_a_slow_reader(peer, run_dir, slots, on_bus
     quick.call(receive_in, scheme, "quick")
     slow.call(receive_in, scheme, "slow", engine=SlowEngine)
     writer.call(publish, 1)
-    for reader in quick, slow:
-        reader.start(apply_until, 6)
+    slow.start(apply_until, 6)
+    eventually(lambda: any(slot.state == "leased" for slot in scheme.inspect().slots))
+    quick.start(apply_until, 6)
     if on_busy == "wait":
         reports = writer.call(publish_range, 2, 6)
         assert not any(report.skipped for report in reports)
@@ -233,6 +236,7 @@ def send_and_end(state, scheme, seconds):
     while time.monotonic() < end:
         send_from(state, scheme, nbytes=4096)
         publish(state, 1)
+        time.sleep(random.uniform(0, 0.003))
         state.sender.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,13 +19,21 @@ class Receivers:
     """The receivers of a run.
 
     Args:
-        run: gives the run's directory, or raises if the sender does not own it any more.
+        run: a method of the publisher: gives the run's directory, or raises if the sender does
+            not own it any more.
         epoch: the sender's.
     """
 
     def __init__(self, run: Callable[[], Directory], epoch: int) -> None:
-        self._run = run
+        # Weak: a circle would keep a publisher that was let go, and its files, until the garbage
+        # collector comes by.
+        self._owned = weakref.WeakMethod(run)
         self._epoch = epoch
+
+    def _run(self) -> Directory:
+        owned = self._owned()
+        assert owned is not None
+        return owned()
 
     def reports(self) -> list[ReceiverReport]:
         return [self._checked(report) for report in read_receivers(self._run())]
