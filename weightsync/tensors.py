@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from weightsync.manifest import ParamSpec
 
@@ -58,16 +56,6 @@ class Facts:
 
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
-
-
-def state_of(module: nn.Module) -> dict[str, Any]:
-    """The parameters and persistent buffers of a module under their names, the objects themselves.
-
-    What ``get_extra_state`` returns is no weight, and left out.
-    """
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
-    extra = [name for name in state if name.rpartition(".")[2] == "_extra_state"]
-    return {name: state[name] for name in state if name not in extra} if extra else state
 
 
 def plain_address(tensor: torch.Tensor, spec: ParamSpec) -> int:

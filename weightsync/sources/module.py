@@ -1,4 +1,4 @@
-"""A plain ``nn.Module``: parameters and persistent buffers, under their ``state_dict`` names."""
+"""An ``nn.Module``: parameters and persistent buffers, under its names without wrappers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from weightsync.names import state_of
 from weightsync.source import SourceOptions
 from weightsync.sources.mapping import ResidentSource
-from weightsync.tensors import state_of
 
 
 class ModuleSource(ResidentSource):
