@@ -26,6 +26,7 @@ from weightsync.errors import (
     VersionGoneError,
     WeightSyncError,
 )
+from weightsync.interrupts import deferred_interrupts
 from weightsync.report import ReceiverReport, Seconds, State, SyncReport
 from weightsync.version import Version
 
@@ -194,12 +195,34 @@ class Receiver:
         """
         self._require_connected()
         deadline = Deadline(self._apply_timeout if timeout is None else timeout)
-        with self._busy:
-            if version is None:
-                version = self._subscriber.wait(None, deadline)
-                if version is None:
+        with self._alone(deadline):
+            while True:
+                chosen = self._subscriber.wait(None, deadline) if version is None else version
+                if chosen is None:
                     raise DeadlineError(f"no version within {deadline.seconds:.1f} s")
-            return self._apply(version, deadline)
+                try:
+                    return self._apply(chosen, deadline)
+                except VersionGoneError:
+                    if version is not None or deadline.expired:
+                        raise
+                    # A newer one came while this one was looked at.
+
+    @contextmanager
+    def _alone(self, deadline: Deadline) -> Iterator[None]:
+        """No other update, and no ``hold``, meanwhile.
+
+        Raises:
+            DeadlineError: another one does not end. WeightSyncError: this receiver is ended.
+        """
+        while not self._busy.acquire(timeout=min(0.1, deadline.remaining)):
+            if self._stop.is_set():
+                raise WeightSyncError("the receiver was shut down")
+            if deadline.expired:
+                raise DeadlineError(f"the engine was held for {deadline.seconds:.1f} s")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _apply(self, version: Version, deadline: Deadline) -> SyncReport:
         began = time.perf_counter()
@@ -210,15 +233,19 @@ class Receiver:
         try:
             fit = self._engine.check(snapshot.manifest)
             self._engine.stage(update, deadline)
-            pause_began = time.perf_counter()
-            try:
-                self._engine.pause(deadline)
-                self._load(update, deadline)
-                loaded = True
-            finally:
-                self._engine.resume()
-                paused = time.perf_counter() - pause_began
+            with deferred_interrupts():
+                pause_began = time.perf_counter()
+                try:
+                    self._engine.pause(deadline)
+                    self._load(update, deadline)
+                    loaded = True
+                finally:
+                    self._engine.resume()
+                    paused = time.perf_counter() - pause_began
+                self._keep(update, began, paused)
         except BaseException as error:
+            if self._held is update:
+                raise  # interrupted when all was done
             snapshot.close()
             if loaded or isinstance(error, EngineDiedError):
                 self._let_go()  # it could not be resumed, or is gone
@@ -226,14 +253,17 @@ class Receiver:
             self._seconds = Seconds(apply=time.perf_counter() - began, pause=paused)
             self._acknowledge()
             raise
+        return self._report(update, fit)
+
+    def _keep(self, update: Update, began: float, paused: float) -> None:
+        """The engine holds a version: keep its lease, end the former one's, tell the sender."""
         former, self._held = self._held, update
         if former is not None:
             former.snapshot.close()
-        self._state, self._error, self._attempted = "applied", None, version
+        self._state, self._error, self._attempted = "applied", None, update.version
         total = time.perf_counter() - began
         self._seconds = Seconds(apply=total, pause=paused, total=total)
         self._acknowledge()
-        return self._report(update, fit)
 
     def _load(self, update: Update, deadline: Deadline) -> None:
         """Load, flush and label; on failure bring the last good version back."""
@@ -264,6 +294,9 @@ class Receiver:
                 return
             except Exception as error:
                 why = f"rolling back to {held.version} failed: {_words(error)}"
+            except BaseException:
+                self._let_go()
+                raise
         self._let_go()
         log.error("receiver %s is unusable until the next full update: %s", self.id, why)
         try:

@@ -98,7 +98,7 @@ class VLLMEngine(Engine):
                 lambda: self._llm.update_weights({"update_info": info}), deadline, "update_weights"
             )
             self._require_ok(deadline)
-        except EngineError:
+        except BaseException:
             # One rank's failure must undo the session on all of them, or they would differ.
             self._ask({"op": "abandon"}, deadline)
             self._bounded(self._llm.finish_weight_update, deadline, "finish_weight_update")

@@ -19,6 +19,34 @@ def begin_reload(model: nn.Module) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
+    _forget_moe_kernels(model)
+
+
+def _forget_moe_kernels(model: nn.Module) -> None:
+    """Have the CPU's expert weights packed again when they are reloaded.
+
+    vLLM packs them only while it makes the layer's kernel, which it does at the first load alone:
+    a reload leaves raw weights for a kernel that reads packed ones, and reports success (seen with
+    0.32.0, in its own ``reload_weights`` too).
+    """
+    from vllm.platforms import current_platform
+
+    former = []
+    if current_platform.is_cpu():
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                former.append((method, method.moe_kernel))
+                method.moe_kernel = None
+    model._weightsync_moe_kernels = former  # type: ignore[assignment]
+
+
+def _restore_moe_kernels(model: nn.Module) -> None:
+    """Give layers that were not processed their kernels back."""
+    for method, kernel in getattr(model, "_weightsync_moe_kernels", ()):
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    model._weightsync_moe_kernels = []  # type: ignore[assignment]
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:
@@ -36,6 +64,7 @@ def finish_reload(model: nn.Module, model_config: Any) -> None:
         quant_method = getattr(layer, "quant_method", None)
         if quant_method is not None:
             quant_method.process_weights_after_loading(layer)
+    _restore_moe_kernels(model)
 
 
 def abandon_reload(model: nn.Module) -> None:
@@ -55,6 +84,7 @@ def abandon_reload(model: nn.Module) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+    _restore_moe_kernels(model)
 
 
 def incomplete_layers(model: nn.Module) -> list[str]:
