@@ -365,9 +365,7 @@ class TestStreams:
                 yield f"t{number}", torch.ones(10)
 
         entries = [(f"t{n}", dtype or torch.float32, (10,)) for n in range(100)]
-        sender = ends.sender(
-            scheme=ends.scheme(bucket_bytes=1), manifest=ws.Manifest.build(entries)
-        )
+        sender = ends.sender(scheme=ends.scheme(), manifest=ws.Manifest.build(entries))
         with pytest.raises(ws.DeadlineError, match=r"'t\d+'"):
             sender.update_weights(slow(), version=1, timeout=0.1)
 

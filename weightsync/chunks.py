@@ -10,10 +10,10 @@ buffer.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Condition, Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ _FEW = 8
 """Up to so many pieces of a chunk are digested one by one where they come from."""
 
 # The address space as a buffer: a slice of it is the memory between two addresses.
-_MEMORY = memoryview((ctypes.c_ubyte * (1 << 47)).from_address(0)).cast("B")
+_MEMORY = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 def _move_slowly(
@@ -73,6 +73,7 @@ class Geometry:
         self.in_slot = begin
         self.in_tensor = begin - offsets[self.tensor]
         self.length = end - begin
+        self.row_of_tensor = np.concatenate([[0], np.cumsum(rows)]).tolist()
         # Tensors ascend in the slot, so rows are already sorted by chunk.
         self.row_of_chunk = np.searchsorted(chunk, np.arange(self.chunks + 1))
 
@@ -101,17 +102,45 @@ class Geometry:
 
 
 class Copier:
-    """A few threads that move chunks. One per publisher or subscriber; not shared."""
+    """A few threads that move chunks. One per publisher or subscriber; not shared.
+
+    The threads are daemons and know nothing of the interpreter's end, so that they serve programs
+    whose main thread has returned, too. A forked child has none of them and starts its own.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         # Memory bandwidth is spent long before the cores are, on any machine with many of them.
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))
-        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._pid = 0
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        if self._jobs is not None and self._pid == os.getpid():
+            for _ in range(self.threads - 1):
+                self._jobs.put(None)
+        self._jobs = None
+
+    def each(self, count: int, work: Callable[[int], None]) -> None:
+        """Call ``work(0) ... work(count - 1)``, spread over the threads as they get free.
+
+        Whatever happens, an interrupt included, no thread is at work any more when this returns:
+        the memory they write to may be somebody else's next.
+        """
+        job = _Job(count, work)
+        if count >= 4 and self.threads > 1:
+            if self._jobs is None or self._pid != os.getpid():
+                self._jobs, self._pid = SimpleQueue(), os.getpid()
+                for number in range(self.threads - 1):
+                    name = f"weightsync copy {number}"
+                    Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
+            for _ in range(self.threads - 1):
+                self._jobs.put(job)
+        try:
+            job.run()
+        finally:
+            job.finish()
+        if job.error is not None:
+            raise job.error
 
     def read(
         self,
@@ -163,25 +192,64 @@ class Copier:
         self.each(len(chunks), work)
         return sorted(wrong)
 
-    def each(self, count: int, work: Callable[[int], None]) -> None:
-        """Call ``work(0) ... work(count - 1)``, spread over the threads as they get free."""
-        if count < 4 or self.threads == 1:
-            for index in range(count):
-                work(index)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads, "weightsync copy")
-        indices = itertools.count()  # next() on it is atomic under the interpreter lock
 
-        def loop(_: int) -> None:
-            while (index := next(indices)) < count:
-                work(index)
+class _Job:
+    """Some numbered pieces of work, taken by several threads until none is left."""
 
-        list(self._pool.map(loop, range(self.threads)))
+    def __init__(self, count: int, work: Callable[[int], None]) -> None:
+        self._count = count
+        self._work = work
+        self._next = 0
+        self._running = 0
+        self._idle = Condition()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Take pieces until there are no more, or the job is over."""
+        with self._idle:
+            if self._next >= self._count:
+                return
+            self._running += 1
+        try:
+            while True:
+                with self._idle:
+                    number = self._next
+                    self._next += 1
+                if number >= self._count:
+                    return
+                self._work(number)
+        except BaseException as error:
+            self.error = self.error or error
+            self._next = self._count
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    def finish(self) -> None:
+        """Give out no more pieces, and wait for those in work: a few hundred microseconds."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._idle:
+                    self._next = self._count
+                    while self._running > 0:
+                        self._idle.wait()
+                    break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+def _serve(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # it holds tensors
 
 
 class SlotWriter:
-    """Fills one slot with one version, all at once or bucket by bucket, and digests it."""
+    """Fills one slot with one version, all at once or one by one, and digests it."""
 
     def __init__(self, geometry: Geometry, slot: memoryview, copier: Copier) -> None:
         self._geometry = geometry
@@ -200,7 +268,7 @@ class SlotWriter:
                 slot already. The caller keeps them alive until this returns.
         """
         self._written[:] = True
-        self._write(slice(None), addresses)
+        self._write(slice(None), addresses[self._geometry.tensor])
 
     def write(self, tensors: Sequence[int], addresses: Sequence[int]) -> None:
         """Copy some tensors in.
@@ -209,19 +277,17 @@ class SlotWriter:
             tensors: their indices in the manifest, each at most once in a slot's life.
             addresses: as for ``write_all``, one for each.
         """
-        address_of = np.zeros(len(self._written), dtype=np.int64)
-        address_of[list(tensors)] = addresses
-        chosen = np.zeros(len(self._written), dtype=bool)
-        chosen[list(tensors)] = True
-        self._written |= chosen
-        self._write(np.flatnonzero(chosen[self._geometry.tensor]), address_of)
+        row_of_tensor = self._geometry.row_of_tensor
+        for tensor, address in sorted(zip(tensors, addresses, strict=True)):
+            self._written[tensor] = True
+            self._write(slice(row_of_tensor[tensor], row_of_tensor[tensor + 1]), address)
 
-    def _write(self, rows: slice | npt.NDArray[np.intp], address_of: Addresses) -> None:
+    def _write(self, rows: slice, source: Addresses | int) -> None:
         geometry = self._geometry
-        source = address_of[geometry.tensor[rows]]
+        source = np.broadcast_to(source, geometry.tensor[rows].shape)
         out_of: Addresses = np.where(source != 0, source + geometry.in_tensor[rows], 0)
         into = geometry.in_slot[rows] + self._base
-        length = np.ascontiguousarray(geometry.length[rows])
+        length = geometry.length[rows]
         chunks, first_row = np.unique(geometry.in_slot[rows] // CHUNK, return_index=True)
         bounds = [*first_row.tolist(), len(into)]
         self._rows_left[chunks] -= np.diff(bounds)
@@ -229,8 +295,10 @@ class SlotWriter:
         numbers = chunks.tolist()
         # Chunks that come from here as a whole, in few pieces.
         pieces = np.diff(bounds)
-        here = np.add.reduceat(out_of != 0, first_row) == pieces if len(into) else pieces
-        direct = (here & (self._rows_left[chunks] == 0) & (pieces <= _FEW)).tolist()
+        whole = pieces == np.diff(geometry.row_of_chunk)[chunks]
+        if len(into):
+            whole &= np.add.reduceat(out_of != 0, first_row) == pieces
+        direct = (whole & (pieces <= _FEW)).tolist()
 
         def work(index: int) -> None:
             begin, end = bounds[index], bounds[index + 1]

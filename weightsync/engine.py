@@ -91,6 +91,9 @@ class Engine(ABC):
     def stage(self, update: Update, deadline: Deadline) -> None:
         """Do whatever can be done while requests still run: read, verify, prefetch."""
 
+    def unstage(self) -> None:
+        """Forget what was staged: the update failed, now or later. Raises nothing."""
+
     def pause(self, deadline: Deadline) -> None:
         """Let no request make progress until ``resume``."""
 

@@ -222,16 +222,18 @@ class WatchedFile:
         except FileNotFoundError:
             return None
         file = os.fdopen(fd, "rb")
-        self._seen = file, file.read(self._limit + 1)
-        if len(self._seen[1]) > self._limit:
-            self.close()
+        data = file.read(self._limit + 1)
+        if len(data) > self._limit:
+            file.close()
             raise ProtocolError(f"{self._directory.path}/{self._name} is too long")
-        return self._seen[1]
+        self._seen = file, data
+        return data
 
     def close(self) -> None:
-        if self._seen is not None:
-            self._seen[0].close()
-            self._seen = None
+        # Forgotten first: an interrupt between the two must not leave a closed file behind.
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            seen[0].close()
 
 
 class Lock:

@@ -38,7 +38,7 @@ def deferred_interrupts() -> Iterator[None]:
                 signal.signal(number, remember)
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for restored, handler in former.items():
+            signal.signal(restored, handler)
         if len(pending) == 1:
             signal.raise_signal(pending[0])

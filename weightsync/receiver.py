@@ -96,6 +96,8 @@ class Receiver:
                 self._tell_failure(deadline.at_most(_REPORT_SECONDS))
                 raise
             self._subscriber.open(deadline)
+            self._stop.clear()
+            self._thread = None
             self._connected = True
             self._acknowledge()
 
@@ -176,7 +178,9 @@ class Receiver:
             if version is None:
                 return None
             try:
-                return self.apply_weights(version)
+                with self._alone(Deadline(self._apply_timeout)) as deadline_of_apply:
+                    if self._is_new(version):
+                        return self._apply(version, deadline_of_apply)
             except VersionGoneError:
                 # Newer ones came while this one was looked at: take the newest there is.
                 continue
@@ -207,8 +211,13 @@ class Receiver:
                         raise
                     # A newer one came while this one was looked at.
 
+    def _is_new(self, version: Version) -> bool:
+        """Another thread may have applied a newer one since this was seen."""
+        held = self.version
+        return held is None or version > held or self._engine.lost_weights()
+
     @contextmanager
-    def _alone(self, deadline: Deadline) -> Iterator[None]:
+    def _alone(self, deadline: Deadline) -> Iterator[Deadline]:
         """No other update, and no ``hold``, meanwhile.
 
         Raises:
@@ -220,7 +229,7 @@ class Receiver:
             if deadline.expired:
                 raise DeadlineError(f"the engine was held for {deadline.seconds:.1f} s")
         try:
-            yield
+            yield deadline
         finally:
             self._busy.release()
 
@@ -246,6 +255,7 @@ class Receiver:
         except BaseException as error:
             if self._held is update:
                 raise  # interrupted when all was done
+            self._engine.unstage()
             snapshot.close()
             if loaded or isinstance(error, EngineDiedError):
                 self._let_go()  # it could not be resumed, or is gone
@@ -358,14 +368,20 @@ class Receiver:
                     report = self.poll_and_apply(timeout=0.2)
                     pause = 0.0
                     if report is not None and on_update is not None:
-                        on_update(report)
-                except Exception as error:
+                        try:
+                            on_update(report)
+                        except Exception:
+                            log.exception("receiver %s: on_update failed", self.id)
+                except BaseException as error:  # an engine's SystemExit ends no thread of ours
                     if self._stop.is_set():
                         return
                     pause = min(30.0, 2 * pause or 0.5)
                     log.warning("receiver %s: %s", self.id, _words(error))
-                    if on_error is not None:
-                        on_error(error)
+                    if on_error is not None and isinstance(error, Exception):
+                        try:
+                            on_error(error)
+                        except Exception:
+                            log.exception("receiver %s: on_error failed", self.id)
 
         self._thread = threading.Thread(target=run, name=f"weightsync {self.id}", daemon=True)
         self._thread.start()
@@ -413,17 +429,27 @@ class Receiver:
     # ---------------------------------------------------------------- the end
 
     def shutdown(self) -> None:
-        """Stop following, end the leases, sign off. The engine keeps its weights. Idempotent."""
+        """Stop following, end the leases, sign off. The engine keeps its weights. Idempotent.
+
+        Waits for an update that is being applied, for ``apply_timeout`` at most.
+        """
         self._stop.set()
+        patience = min(self._apply_timeout, threading.TIMEOUT_MAX)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(min(self._apply_timeout, threading.TIMEOUT_MAX))
-        with self._busy:
+            self._thread.join(patience)
+        if not self._busy.acquire(timeout=patience):
+            log.warning("receiver %s ends while its engine still takes an update", self.id)
+            self._subscriber.close()
+            return
+        try:
             if self._held is not None:
                 self._held.snapshot.close()
             if self._connected:
                 self._engine.close()
             self._connected = False
             self._subscriber.close()
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> Self:
         return self
@@ -449,7 +475,7 @@ class Receiver:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"[:4000]
 
 
 def _new_id() -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +52,8 @@ class Sender:
         timeout: float = 300.0,
     ) -> None:
         self.scheme = scheme
+        if rename is not None and not callable(rename):
+            raise SourceError(f"rename={rename!r:.80}: a function from name to name was expected")
         self._options = SourceOptions(dtype, rename, manifest)
         self._timeout = timeout
         self._publisher = scheme.create_publisher()
@@ -57,6 +61,8 @@ class Sender:
         self._epoch: int | None = None
         self._version: Version | None = None
         self._attached: list[Receiver] = []
+        self._busy = threading.Lock()
+        self._updating: int | None = None
         if model is not None:
             self.register_model(model)
 
@@ -154,8 +160,44 @@ class Sender:
         source = self._source if weights is None else as_source(weights, self._options)
         if source is None:
             raise SourceError("no weights: pass a model to create_sender or update_weights")
+        with self._alone(deadline):
+            return self._update(source, version, wait, deadline, receivers, began)
+
+    @contextmanager
+    def _alone(self, deadline: Deadline) -> Iterator[None]:
+        """One update at a time, whichever threads they come from."""
+        me = threading.get_ident()
+        if self._updating == me:
+            raise WeightSyncError("update_weights was called from within update_weights")
+        if not self._busy.acquire(timeout=min(deadline.remaining, threading.TIMEOUT_MAX)):
+            raise DeadlineError(f"another update was not done within {deadline.seconds:.1f} s")
+        self._updating = me
+        try:
+            yield
+        finally:
+            self._updating = None
+            self._busy.release()
+
+    def _update(
+        self,
+        source: WeightSource,
+        version: int | None,
+        wait: str,
+        deadline: Deadline,
+        receivers: Sequence[str] | None,
+        began: float,
+    ) -> SyncReport:
+        if self._epoch is None:
+            raise WeightSyncError("the sender was shut down")
         new = Version(self._epoch, self._next_number(version))
-        published = self._publisher.publish(new, source, deadline, receivers)
+        try:
+            published = self._publisher.publish(new, source, deadline, receivers)
+        except WeightSyncError:
+            raise
+        except BaseException:
+            # It may have been announced just before: a number that counts on must be another.
+            self._version = new
+            raise
         report = SyncReport(
             new,
             self.scheme.url_scheme,
@@ -242,6 +284,8 @@ class Sender:
 
     def detach(self, receiver: Receiver) -> None:
         """Leave a receiver to itself again; it stays connected."""
+        if receiver not in self._attached:
+            raise WeightSyncError(f"receiver {receiver.id!r} is not attached")
         self._attached.remove(receiver)
 
     # ---------------------------------------------------------------- the end

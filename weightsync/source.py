@@ -61,8 +61,8 @@ class WeightSource(ABC):
     """A set of weights that can be described without moving it, and streamed."""
 
     def inventory(self) -> Inventory | None:
-        """All tensors at once, if they exist anyway. None: a transport streams them bucket by
-        bucket and lets go of each."""
+        """All tensors at once, if they exist anyway. None: a transport streams them one by
+        one and lets go of each."""
         return None
 
     @abstractmethod

@@ -16,6 +16,7 @@ Addresses = npt.NDArray[np.int64]
 
 _address = torch.Tensor.data_ptr
 _contiguous = torch.Tensor.is_contiguous
+_negated = torch.Tensor.is_neg
 _shape = attrgetter("shape")
 
 
@@ -34,6 +35,7 @@ class Facts:
     shapes: list[int]
     """Their hashes: 20,000 live tuples would set off the garbage collector at every look."""
     contiguous: list[bool]
+    negated: list[bool]
     others: list[tuple[int, tuple[int, ...], bool]]
     """Index, strides and conjugate bit of the tensors that are not plain memory."""
 
@@ -44,6 +46,7 @@ class Facts:
             RuntimeError: a tensor has no memory of its own to look at.
         """
         contiguous = list(map(_contiguous, tensors))
+        negated = list(map(_negated, tensors))
         dtypes = [tensor.dtype for tensor in tensors]
         others = []
         if not all(contiguous) or any(map(_COMPLEX.__contains__, dtypes)):
@@ -52,7 +55,7 @@ class Facts:
                     others.append((index, tensor.stride(), tensor.is_conj()))
         addresses = list(map(_address, tensors))
         shapes = list(map(hash, map(_shape, tensors)))
-        return cls(addresses, dtypes, shapes, contiguous, others)
+        return cls(addresses, dtypes, shapes, contiguous, negated, others)
 
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}

@@ -33,7 +33,7 @@ def test_g6_streamed_in_bounded_buckets(ends, dtype, two_passes):
             yield f"t{number}", tensor
             del tensor
 
-    scheme = ends.scheme(bucket_bytes=bucket)
+    scheme = ends.scheme()
     entries = [(f"t{number}", dtype or torch.float32, (size // 4,)) for number in range(count)]
     manifest = None if two_passes else ws.Manifest.build(entries)
     sender = ends.sender(scheme=scheme, manifest=manifest, dtype=dtype if two_passes else None)
@@ -45,7 +45,7 @@ def test_g6_streamed_in_bounded_buckets(ends, dtype, two_passes):
         assert received[f"t{number}"].eq(number).all()
 
 
-def test_g6_a_bucket_of_16_mib(ends):
+def test_g6_a_stream_of_larger_tensors(ends):
     """G6 at its own sizes, with fewer tensors."""
     alive = weakref.WeakSet()
     most = 0
@@ -59,9 +59,9 @@ def test_g6_a_bucket_of_16_mib(ends):
             yield f"t{number}", tensor
             del tensor
 
-    sender = ends.sender(stream, scheme=ends.scheme(bucket_bytes=16 * MIB))
+    sender = ends.sender(stream, scheme=ends.scheme())
     sender.update_weights(version=1)
-    assert 4 <= most <= 8
+    assert 1 <= most <= 2
     assert not alive
 
 

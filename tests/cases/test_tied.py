@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import assert_all_same, assert_same, copy_of, read
+import weightsync as ws
+from tests.conftest import assert_all_same, assert_same, copy_of, read, send
 
 
 def qwen(**config):
@@ -136,3 +137,45 @@ def test_parts_of_one_storage_are_not_tied(ends):
     receiver.poll_and_apply()
     assert_all_same(target, sent)
     assert_same(fused, before)
+
+
+def test_a_conjugate_or_negated_view_is_no_tie(ends):
+    z = torch.randn(4, dtype=torch.complex64)
+    x = torch.randn(4)
+    _, sent = send(ends, {"z": z, "conj": z.conj(), "x": x, "neg": torch._neg_view(x)})
+    assert torch.equal(sent["conj"], z.conj().resolve_conj())
+    assert torch.equal(sent["neg"], -x)
+
+
+def test_a_view_that_becomes_a_negated_one_is_looked_at_again(ends):
+    x = torch.randn(4)
+    source = {"x": x}
+    target = {"x": torch.zeros(4)}
+    sender, receiver = ends.pair(source, target)
+    sender.attach(receiver)
+    sender.update_weights(version=1)
+    source["x"] = torch._neg_view(x)
+    sender.update_weights(version=2)
+    assert torch.equal(target["x"], -x)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [lambda: (b := torch.zeros(6), {"a": b[:4], "b": b[2:]})[1],
+     lambda: (w := torch.zeros(2, 2), {"a": w, "b": w.t()})[1]],
+    ids=["neighbours", "transposed"],
+)  # fmt: skip
+def test_engine_tensors_that_overlap_get_what_agrees_and_nothing_else(ends, views):
+    target = views()
+    shape = target["a"].shape
+    sender = ends.sender()
+    receiver = ends.receiver(target)
+    sender.attach(receiver)
+    ones = {"a": torch.ones(shape), "b": torch.ones(shape)}
+    sender.update_weights(ones, version=1)
+    assert receiver.verify_weights().ok
+    bad = {"a": torch.ones(shape), "b": torch.arange(4.0).reshape(shape)}
+    with pytest.raises(ws.ReceiverError, match="shares memory"):
+        sender.update_weights(bad, version=2)
+    assert receiver.status().state == "rolled back"
+    assert all(tensor.eq(1).all() for tensor in target.values())

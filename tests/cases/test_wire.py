@@ -123,16 +123,15 @@ def test_w6_a_tensor_larger_than_the_bucket(ends, large):
         "large": torch.arange(large, dtype=torch.int32).to(torch.uint8),
         "also small": torch.rand(7),
     }
-    scheme = ends.scheme(bucket_bytes=1 << 20)
+    scheme = ends.scheme()
     sender = ends.sender(list(sent.items()), scheme=scheme)
     sender.update_weights(version=1)
     assert_all_same(read(ends)[1], sent)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
-def test_w6_any_bucket(ends, bucket_bytes):
+def test_w6_a_stream_of_small_tensors(ends):
     sent = {f"t{number}": torch.rand(number) for number in range(30)}
-    sender = ends.sender(list(sent.items()), scheme=ends.scheme(bucket_bytes=bucket_bytes))
+    sender = ends.sender(list(sent.items()), scheme=ends.scheme())
     sender.update_weights(version=1)
     assert_all_same(read(ends)[1], sent)
 
@@ -244,8 +243,39 @@ def test_w10_half_way_through_a_stream(ends):
         passes.append(1)
 
     passes = []
-    sender = ends.sender({"w": torch.ones(2)}, scheme=ends.scheme(bucket_bytes=1 << 20))
+    sender = ends.sender({"w": torch.ones(2)}, scheme=ends.scheme())
     sender.update_weights(version=1)
     with pytest.raises(ws.SourceError, match="'odd'"):
         sender.update_weights(stream, version=2)
     assert_all_same(read(ends)[1], {"w": torch.ones(2)})
+
+
+def test_a_stream_may_use_one_buffer_again_and_again(ends):
+    buffer = torch.empty(1000)
+
+    def stream():
+        for number in range(5):
+            yield f"t{number}", buffer.fill_(number)
+
+    entries = [(f"t{number}", torch.float32, (1000,)) for number in range(5)]
+    sender = ends.sender(stream(), manifest=ws.Manifest.build(entries))
+    sender.update_weights(version=1)
+    for number, tensor in enumerate(read(ends)[1].values()):
+        assert tensor.eq(number).all()
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_stream_may_take_memory_back(ends, size):
+    """As FSDP does when its gathered parameters go out of scope."""
+
+    def stream():
+        for number in range(5):
+            tensor = torch.full((size,), float(number))
+            yield f"t{number}", tensor
+            tensor.untyped_storage().resize_(0)
+
+    entries = [(f"t{number}", torch.float32, (size,)) for number in range(5)]
+    sender = ends.sender(stream(), manifest=ws.Manifest.build(entries))
+    sender.update_weights(version=1)
+    for number, tensor in enumerate(read(ends)[1].values()):
+        assert tensor.eq(number).all()

@@ -194,3 +194,68 @@ def test_without_the_backend_the_error_says_which_argument_to_pass(path):
         with pytest.raises(ws.EngineError, match=words) as caught:
             receiver.connect(timeout=0.1)
         assert "WeightTransferConfig(backend='weightsync')" in str(caught.value)
+
+
+def test_a_mixture_of_experts_takes_every_update(path, tmp_path):
+    """vLLM's own reload leaves the CPU's experts in the wrong layout, and reports success."""
+    from safetensors.torch import load_file
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=256,
+        sliding_window=None,
+        architectures=["MixtralForCausalLM"],
+        torch_dtype="float32",
+    )
+    config.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path)
+    try:
+        scheme = ws.DoubleBufferScheme(path)
+        with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+            sender.connect()
+            sender.attach(receiver)
+            for number in (1, 2, 3):
+                model = make_model(config, number)
+                model.save_pretrained(tmp_path / str(number))
+                saved = load_file(tmp_path / str(number) / "model.safetensors")
+                sender.update_weights(saved, version=number)
+                assert greedy(llm) == expected(model)
+            # Half an expert is missing: refused, and the engine goes on with what it has.
+            saved.pop(next(name for name in saved if "experts.2" in name))
+            with pytest.raises(ws.ReceiverError, match="experts"):
+                sender.update_weights(saved, version=4)
+            assert greedy(llm) == expected(model)
+    finally:
+        stop(llm)
+
+
+@pytest.mark.parametrize("step", ["pause", "start_weight_update", "update_weights"])
+def test_a_deadline_at_any_step_leaves_no_session_open(llama, ends, monkeypatch, step):
+    """Whatever ends an update early, the engine lives, and the next one goes through."""
+    sender, receiver = ends
+    model = make_model(llama_config(), seed=71)
+    sender.update_weights(model, version=1)
+    engine = receiver.engine
+    bounded = engine._bounded
+
+    def late(function, deadline, what):
+        result = bounded(function, deadline, what)
+        if what == step:
+            monkeypatch.setattr(engine, "_bounded", bounded)
+            raise ws.DeadlineError(f"{what} did not return in time")
+        return result
+
+    monkeypatch.setattr(engine, "_bounded", late)
+    with pytest.raises(ws.ReceiverError, match="in time"):
+        sender.update_weights(make_model(llama_config(), seed=72), version=2)
+    assert greedy(llama) == expected(model)
+    last = make_model(llama_config(), seed=73)
+    sender.update_weights(last, version=3)
+    assert greedy(llama) == expected(last)

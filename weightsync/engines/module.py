@@ -24,7 +24,8 @@ class _Plan:
     """Where a version's tensors go, for as long as manifest, names and facts stay the same.
 
     ``whole`` are written as they are, ``rows`` as far as both have rows (``pad``). ``shared`` are
-    pairs of names that are one tensor here and two in the manifest.
+    pairs of names that are one tensor here and two in the manifest, ``overlapping`` tensors that
+    share memory with another one.
     """
 
     manifest: Manifest
@@ -34,6 +35,7 @@ class _Plan:
     whole: Targets
     rows: dict[str, torch.Tensor]
     shared: list[tuple[str, str]]
+    overlapping: list[str]
 
 
 class ModuleEngine(Engine):
@@ -95,6 +97,13 @@ class ModuleEngine(Engine):
             sent = update.snapshot.tensor(name)
             count = min(len(tensor), len(sent))
             tensor.data[:count].copy_(sent[:count])
+        for name in plan.overlapping:
+            tensor = plan.whole.tensors[name]
+            if not _same_bytes(tensor, update.snapshot.tensor(name).to(tensor.dtype)):
+                raise EngineError(
+                    f"{name!r} shares memory with another tensor here, and what was sent for the "
+                    "two does not agree"
+                )
 
     def verify(self, update: Update) -> Verification:
         plan = self._plan(update.snapshot.manifest)
@@ -136,7 +145,11 @@ class ModuleEngine(Engine):
                 same = manifest.spec(name).shape == tuple(own[name].shape)
                 (whole if same else rows)[name] = own[name]
             shared = _shared(own, manifest, chosen)
-            known = _Plan(manifest, names, facts, fit, Targets(manifest, whole), rows, shared)
+            overlapping = _overlapping(whole)
+            if isinstance(self._target, nn.Module):
+                _require_own(self._target, own)
+            targets = Targets(manifest, whole)
+            known = _Plan(manifest, names, facts, fit, targets, rows, shared, overlapping)
             self._known = known
         return known
 
@@ -208,7 +221,8 @@ def accepts(target: Any) -> bool:
 
 
 def _storage_key(tensor: torch.Tensor) -> Any:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, bits
 
 
 def _require_memory(name: str, tensor: torch.Tensor) -> None:
@@ -238,6 +252,44 @@ def _shared(
             if manifest.spec(other) is not manifest.spec(name):
                 pairs.append((other, name))
     return pairs
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Tensors that share some of their memory with another one, without being the same."""
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), str(tensor.device), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    found: set[str] = set()
+    end, owner = 0, ""
+    for begin, until, _, name in ranges:
+        if begin < end and _storage_key(tensors[owner]) != _storage_key(tensors[name]):
+            found |= {owner, name}
+        if until > end:
+            end, owner = until, name
+    return sorted(found)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.element_size()
+
+
+def _require_own(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        EngineError: ``state_dict`` gave a copy, so that writing into it would change nothing.
+    """
+    held = [*module.parameters(), *module.buffers()]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in held if tensor.numel()}
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in memory:
+            raise EngineError(
+                f"the module's state_dict gives a copy of {name!r}, not the tensor itself: writing "
+                "into it would change nothing"
+            )
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -66,6 +68,7 @@ class VLLMEngine(Engine):
             "scheme": update.url,
             "version": list(update.version),
             "timeout": deadline.remaining,
+            "driver": [socket.gethostname(), os.getpid()],
         }
         self._ask(request, deadline)
 
@@ -84,30 +87,42 @@ class VLLMEngine(Engine):
         if not self._was_paused:
             self._bounded(lambda: self._llm.sleep(level=0, mode=self._mode), deadline, "pause")
 
+    def unstage(self) -> None:
+        with contextlib.suppress(Exception):  # an engine that is gone has nothing to release
+            self._ask({"op": "release"}, Deadline(_GRACE))
+
     def apply(self, update: Update, deadline: Deadline) -> None:
-        self._bounded(self._llm.start_weight_update, deadline, "start_weight_update")
+        info = {
+            "scheme": update.url,
+            "version": list(update.version),
+            "timeout": deadline.remaining,
+            "driven": True,
+        }
         try:
+            self._bounded(self._llm.start_weight_update, deadline, "start_weight_update")
             self._require_ok(deadline)
-            info = {
-                "scheme": update.url,
-                "version": list(update.version),
-                "timeout": deadline.remaining,
-                "driven": True,
-            }
             self._bounded(
                 lambda: self._llm.update_weights({"update_info": info}), deadline, "update_weights"
             )
             self._require_ok(deadline)
+        except EngineDiedError:
+            raise
         except BaseException:
-            # One rank's failure must undo the session on all of them, or they would differ.
-            self._ask({"op": "abandon"}, deadline)
-            self._bounded(self._llm.finish_weight_update, deadline, "finish_weight_update")
-            self._ask({"op": "release"}, deadline)
+            # One rank's failure must undo the session on all of them, or they would differ; and a
+            # session left open would leave layers without memory.
+            self._undo()
             raise
         self._bounded(self._llm.finish_weight_update, deadline, "finish_weight_update")
         for state in self._require_ok(deadline):
             if state["held"] != list(update.version):
                 raise EngineError(f"worker {state['rank']} holds {state['held']} after the update")
+
+    def _undo(self) -> None:
+        deadline = Deadline(_GRACE)
+        with contextlib.suppress(Exception):
+            self._ask({"op": "abandon"}, deadline)
+            self._bounded(self._llm.finish_weight_update, deadline, "finish_weight_update")
+        self.unstage()
 
     def flush(self, deadline: Deadline) -> None:
         llm = self._llm
@@ -142,9 +157,7 @@ class VLLMEngine(Engine):
             )
 
     def close(self) -> None:
-        deadline = Deadline(10.0)
-        with contextlib.suppress(Exception):  # an engine that is gone has nothing to release
-            self._ask({"op": "release"}, deadline)
+        self.unstage()
 
     # ---------------------------------------------------------------- talking to the workers
 

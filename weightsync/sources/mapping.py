@@ -103,7 +103,8 @@ def _identity(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same elements in the same order; None if there are none."""
     if tensor.numel() == 0:
         return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, bits
 
 
 class MappingSource(ResidentSource):

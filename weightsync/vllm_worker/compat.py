@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import nn
 
+_KERNELS = "_weightsync_moe_kernels"
+"""Attribute of a model in reload: ``(quant_method, kernel)`` of the layers in question."""
+
 
 def begin_reload(model: nn.Module) -> None:
     """Start vLLM's layerwise reload."""
@@ -34,19 +37,19 @@ def _forget_moe_kernels(model: nn.Module) -> None:
     former = []
     if current_platform.is_cpu():
         for layer in model.modules():
-            method = getattr(layer, "quant_method", None)
+            method: Any = getattr(layer, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 former.append((method, method.moe_kernel))
                 method.moe_kernel = None
-    model._weightsync_moe_kernels = former  # type: ignore[assignment]
+    setattr(model, _KERNELS, former)
 
 
 def _restore_moe_kernels(model: nn.Module) -> None:
     """Give layers that were not processed their kernels back."""
-    for method, kernel in getattr(model, "_weightsync_moe_kernels", ()):
+    for method, kernel in getattr(model, _KERNELS, ()):
         if method.moe_kernel is None:
             method.moe_kernel = kernel
-    model._weightsync_moe_kernels = []  # type: ignore[assignment]
+    setattr(model, _KERNELS, [])
 
 
 def finish_reload(model: nn.Module, model_config: Any) -> None:

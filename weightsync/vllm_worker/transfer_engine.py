@@ -9,7 +9,10 @@ driver always makes next. Deadlines are kept in here for the same reason.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +68,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._held: Version | None = None
         self._error: str | None = None
         self._driven = False
+        self._driver: list[Any] | None = None
 
     # ---------------------------------------------------------------- what our driver asks
 
@@ -92,9 +96,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _obey(self, request: dict[str, Any]) -> None:
         op = request["op"]
         if op == "stage":
-            self._error = None
             self._release()
+            self._error = None  # after the former staging has ended, which may have failed
             deadline = Deadline(float(request["timeout"]))
+            self._driver = request.get("driver")
             url, version = str(request["scheme"]), Version.parse(request["version"])
             self._staging = threading.Thread(
                 target=lambda: self._guard(lambda: self._stage(url, version, deadline)),
@@ -105,8 +110,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif op == "abandon":
             self._error = self._error or "abandoned: another worker failed"
         elif op == "release":
-            self._error = None
             self._release()
+            self._error = None
         elif op != "status":
             raise EngineError(f"no such request: {op!r:.80}")
 
@@ -184,6 +189,26 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         self._release_snapshot()
         self._snapshot, self._staged = snapshot, version
+        self._watch_driver(snapshot)
+
+    def _watch_driver(self, snapshot: Snapshot) -> None:
+        """Give the lease back if the driver dies: vLLM's workers may outlive it for ever.
+
+        Otherwise the trainer would wait for a slot that nobody is going to read.
+        """
+        if self._driver is None or self._driver[0] != socket.gethostname():
+            return
+        process = f"/proc/{int(self._driver[1])}"
+
+        def watch() -> None:
+            while self._snapshot is snapshot:
+                if not os.path.exists(process):
+                    self._release_snapshot()
+                    return
+                time.sleep(0.5)
+
+        if os.path.exists(process):
+            threading.Thread(target=watch, name="weightsync watch", daemon=True).start()
 
     def _load(self, snapshot: Snapshot) -> None:
         """

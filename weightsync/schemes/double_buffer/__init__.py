@@ -36,7 +36,6 @@ class DoubleBufferScheme(WeightSyncScheme):
         reader_path: where receivers find the directory, if the mount point differs there.
         keep_files: leave the last version in place when the sender ends. Otherwise its files are
             removed; engines keep what they hold.
-        bucket_bytes: how much of a streamed source may be held at once.
         threads: for copies and digests; by default one for each core, at most 8.
     """
 
@@ -48,7 +47,6 @@ class DoubleBufferScheme(WeightSyncScheme):
     verify: bool = True
     reader_path: str | None = None
     keep_files: bool = False
-    bucket_bytes: int = 64 << 20
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,8 +60,6 @@ class DoubleBufferScheme(WeightSyncScheme):
         for name in ("verify", "keep_files"):
             if type(getattr(self, name)) is not bool:
                 raise SchemeError(f"{name}={getattr(self, name)!r}: True or False")
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            raise SchemeError(f"bucket_bytes={self.bucket_bytes!r}: a positive number of bytes")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise SchemeError(f"threads={self.threads!r}: a positive number")
 

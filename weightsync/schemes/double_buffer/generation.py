@@ -52,9 +52,10 @@ def write_stream(
     weights: WeightSource,
     writer: SlotWriter,
     deadline: Deadline,
-    bucket_bytes: int,
 ) -> float:
-    """Write a stream of tensors, letting go of them bucket by bucket.
+    """Write a stream of tensors, each before the next one is asked for.
+
+    A stream may hand out one staging buffer again and again, or take memory back.
 
     Returns:
         The seconds the source took.
@@ -63,7 +64,6 @@ def write_stream(
         SourceError: a tensor is not what the manifest says, comes twice, or does not come.
         DeadlineError: the source was not done in time.
     """
-    bucket = _Bucket(writer)
     streamed = 0.0
     specs = generation.manifest.tensors
     seen: set[int] = set()
@@ -88,39 +88,14 @@ def write_stream(
         address = plain_address(tensor, spec)
         if address == 0:
             copy_tensor(generation.view(slot, number), tensor, name)
-        bucket.add(number, tensor, address)
-        if bucket.nbytes >= bucket_bytes:
-            bucket.write()
+        writer.write([number], [address])
+        del entry, tensor
         if deadline.expired:
             raise DeadlineError(
                 f"the source was not done within {deadline.seconds:.1f} s; it had come to {name!r}"
             )
-    bucket.write()
     missing = writer.missing()
     if missing:
         names = ", ".join(repr(specs[number].name) for number in missing[:5])
         raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
     return streamed
-
-
-class _Bucket:
-    """Tensors of a stream that are held until they have been written."""
-
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
-        self._held: list[torch.Tensor] = []
-        self._numbers: list[int] = []
-        self._addresses: list[int] = []
-        self.nbytes = 0
-
-    def add(self, number: int, tensor: torch.Tensor, address: int) -> None:
-        """``address`` is 0 if the tensor is in the slot already."""
-        self._numbers.append(number)
-        self._addresses.append(address)
-        if address:
-            self._held.append(tensor)
-            self.nbytes += tensor.nbytes
-
-    def write(self) -> None:
-        self._writer.write(self._numbers, self._addresses)
-        self._held, self._numbers, self._addresses, self.nbytes = [], [], [], 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -33,6 +34,8 @@ from weightsync.schemes.double_buffer.slot import require_room, slot_size
 from weightsync.source import WeightSource
 from weightsync.transport import Published, Publisher
 from weightsync.version import Version
+
+log = logging.getLogger("weightsync")
 
 if TYPE_CHECKING:
     from weightsync.schemes.double_buffer import DoubleBufferScheme
@@ -267,9 +270,7 @@ class DoubleBufferPublisher(Publisher):
             if inventory is not None:
                 write_inventory(generation, slot, inventory, writer)
             else:
-                streamed = write_stream(
-                    generation, slot, weights, writer, deadline, self._scheme.bucket_bytes
-                )
+                streamed = write_stream(generation, slot, weights, writer, deadline)
             digests = writer.digests()
             commit = Commit(
                 version,
@@ -309,7 +310,10 @@ class DoubleBufferPublisher(Publisher):
             if self._head is None or self._head.version != commit.version:
                 generation.directory.remove(layout.slot_record(slot))
             raise
-        self._drop_generations(run)
+        try:
+            self._drop_generations(run)
+        except (OSError, WeightSyncError) as error:  # the version is published all the same
+            log.warning("%s: old buffers could not be removed: %s", run.path, error)
         extract = looked + streamed
         return Published(nbytes, count, changed, extract, time.perf_counter() - began - extract)
 

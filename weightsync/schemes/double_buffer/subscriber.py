@@ -75,9 +75,11 @@ class DoubleBufferSubscriber(Subscriber):
         self._seen: tuple[bytes, Commit] | None = None
         # One thread may wait for the next version while another applies this one.
         self._looking = threading.RLock()
+        self._closed = False
         self._copier = Copier(scheme.threads)
 
     def open(self, deadline: Deadline) -> None:
+        self._closed = False
         if deadline.wait(self._attach) is None:
             raise DeadlineError(
                 f"no live sender at {self._path} within {deadline.seconds:.1f} s: is its "
@@ -91,6 +93,8 @@ class DoubleBufferSubscriber(Subscriber):
         directory or this receiver's record.
         """
         with self._looking:
+            if self._closed:  # by another thread, meanwhile
+                return None
             if self._attached():
                 return True
             if self._mine is not None:
@@ -268,6 +272,11 @@ class DoubleBufferSubscriber(Subscriber):
         return self._run
 
     def close(self) -> None:
+        with self._looking:
+            self._closed = True
+            self._leave()
+
+    def _leave(self) -> None:
         run, self._run = self._run, None
         self._generation = self._seen = None
         if self._watched is not None:
