@@ -140,7 +140,7 @@ def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
         if parts is None:
             lacking.append(parameter)
         elif None not in parts:
-            missing = _expected_parts(layer) - parts
+            missing = _expected_parts(layer, parameter) - parts
             lacking += [f"{parameter}[{part}]" for part in sorted(map(str, missing))]
     return lacking
 
@@ -157,13 +157,19 @@ def _part(bound: Any) -> Any:
     return None
 
 
-def _expected_parts(layer: nn.Module) -> set[Any]:
+def _expected_parts(layer: nn.Module, parameter: str) -> set[Any]:
+    """The parts that a fused parameter consists of, as its loader names them; empty if unknown."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 
     if isinstance(layer, QKVParallelLinear):
         return {"q", "k", "v"}
     if isinstance(layer, MergedColumnParallelLinear):
         return set(range(len(layer.output_sizes)))
+    config = getattr(layer, "moe_config", None)
+    experts = getattr(config, "num_logical_experts", getattr(config, "num_experts", None))
+    if isinstance(experts, int):
+        fused = {"w13": ("w1", "w3"), "w2": ("w2",)}.get(parameter.partition("_")[0], ())
+        return {(expert, part) for expert in range(experts) for part in fused}
     return set()
 
 
