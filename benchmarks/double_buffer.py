@@ -109,19 +109,26 @@ def measure(shape: Shape, rounds: int, torchrl: bool) -> dict[str, list[float]]:
 def torchrl_ways(
     weights: dict[str, torch.Tensor], target: dict[str, torch.Tensor], folder: str
 ) -> dict[str, Callable[[], object]]:
-    """TorchRL's VLLMDoubleBufferTransport: memmap, load_memmap, copy into the model."""
+    """TorchRL's VLLMDoubleBufferTransport: memmap, load_memmap, copy into the model.
+
+    With one thread, its default, and with two, one for each core.
+    """
     from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
-    transport = VLLMDoubleBufferTransport(folder, num_threads=2)
+    ways: dict[str, Callable[[], object]] = {}
+    for threads in (1, 2):
+        transport = VLLMDoubleBufferTransport(f"{folder}/{threads}", num_threads=threads)
 
-    def send() -> None:
-        transport.send_weights("policy", weights)
+        def send(transport: VLLMDoubleBufferTransport = transport) -> None:
+            transport.send_weights("policy", weights)
 
-    def receive() -> None:
-        for name, tensor in transport.receive_weights().items():
-            target[name].copy_(tensor)
+        def receive(transport: VLLMDoubleBufferTransport = transport) -> None:
+            for name, tensor in transport.receive_weights().items():
+                target[name].copy_(tensor)
 
-    return {"torchrl publish": send, "torchrl apply": receive}
+        ways[f"torchrl {threads} thr. publish"] = send
+        ways[f"torchrl {threads} thr. apply"] = receive
+    return ways
 
 
 def watch(url: str, count: int, pipe: multiprocessing.connection.Connection) -> None:
@@ -202,23 +209,16 @@ def main() -> None:
             f"{way}: 20,000 tensors take {median(many[way]) / median(few[way]):.2f} times the "
             "time of the same bytes in 300"
         )
-    if with_torchrl:
-        for shape in SHAPES:
-            seconds = by_shape[shape.title]
-            ratio = median(
-                [
-                    (ts + tr) / (p + a)
-                    for ts, tr, p, a in zip(
-                        seconds["torchrl publish"],
-                        seconds["torchrl apply"],
-                        seconds["publish"],
-                        seconds["apply"],
-                        strict=True,
-                    )
-                ]
-            )
+    for shape in SHAPES:
+        seconds = by_shape[shape.title]
+        ours = [p + a for p, a in zip(seconds["publish"], seconds["apply"], strict=True)]
+        for threads in (1, 2) if with_torchrl else ():
+            way = f"torchrl {threads} thr."
+            theirs = zip(seconds[f"{way} publish"], seconds[f"{way} apply"], strict=True)
+            ratio = median([(p + a) / mine for (p, a), mine in zip(theirs, ours, strict=True)])
             console.print(
-                f"{shape.title}: publish + apply is {ratio:.1f} times as fast as TorchRL's"
+                f"{shape.title}: publish + apply is {ratio:.1f} times as fast as TorchRL's "
+                f"with {threads} threads"
             )
     visible = sorted(commit_to_visible())
     figures["commit to visible"] = visible
