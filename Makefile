@@ -26,7 +26,7 @@ $(READY): requirements/cpu.lock pyproject.toml
 	@# Where only a CUDA build of torch is to be had, it wants libraries that the lock leaves out.
 	@$(BIN)/python -c "import torch" 2>/dev/null || { \
 	  echo "== this build of torch needs CUDA libraries: installing them as well"; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall $$(grep '^torch==' requirements/cpu.lock); }
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.lock); }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -c "import torch, vllm, weightsync"
 	@touch $@
