@@ -86,10 +86,15 @@ def call_with_deadline(
 
     thread = threading.Thread(target=run, name=f"weightsync {what}", daemon=True)
     thread.start()
-    thread.join(min(deadline.remaining, 0.1))
-    while thread.is_alive() and not deadline.expired:
-        check()
+    try:
         thread.join(min(deadline.remaining, 0.1))
+        while thread.is_alive() and not deadline.expired:
+            check()
+            thread.join(min(deadline.remaining, 0.1))
+    except BaseException:
+        # Interrupted: what the caller does next must not meet the call in the middle of a send.
+        thread.join(1.0)
+        raise
     if failure:
         raise failure[0]
     if not outcome:

@@ -240,9 +240,9 @@ class Receiver:
         paused = 0.0
         loaded = False
         try:
-            fit = self._engine.check(snapshot.manifest)
-            self._engine.stage(update, deadline)
             with deferred_interrupts():
+                fit = self._engine.check(snapshot.manifest)
+                self._engine.stage(update, deadline)
                 pause_began = time.perf_counter()
                 try:
                     self._engine.pause(deadline)
