@@ -111,7 +111,7 @@ def broken(model, change):
     ],
     ids=["q of qkv", "up of gate_up", "norm", "embedding", "unknown name", "wrong shape"],
 )
-def test_an_update_that_does_not_fit_is_refused_and_rolled_back(llama, ends, change, words):
+def test_an_update_that_does_not_fit_is_refused_untouched(llama, ends, change, words):
     sender, receiver = ends
     model = make_model(llama_config(), seed=41)
     good = sender.update_weights(model, version=1)
@@ -121,20 +121,55 @@ def test_an_update_that_does_not_fit_is_refused_and_rolled_back(llama, ends, cha
     with pytest.raises(ws.ReceiverError, match=words):
         sender.update_weights(broken(other, change), version=2)
     assert greedy(llama) == tokens
-    assert receiver.status().state == "rolled back"
+    assert receiver.status().state == "applied"
     assert llama.get_weight_version() == str(good.version)
     sender.update_weights(other, version=3)
     assert greedy(llama) == expected(other)
 
 
-def test_a_first_update_that_fails_leaves_the_engine_unusable_until_the_next(llama, ends):
+def test_a_first_update_that_does_not_fit_costs_the_engine_nothing(path, tmp_path):
+    config = llama_config(num_hidden_layers=1)
+    model = make_model(config, seed=50)
+    model.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path, "safetensors")  # as a server starts: with weights of its own
+    try:
+        scheme = ws.DoubleBufferScheme(path)
+        with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+            sender.connect()
+            sender.attach(receiver)
+            other = llama_config(num_hidden_layers=1, hidden_size=256)
+            with pytest.raises(ws.ReceiverError, match=r"embed_tokens.weight' \(float32\[100, 256"):
+                sender.update_weights(make_model(other, seed=51), version=1)
+            assert receiver.status().state == "connected"
+            assert greedy(llm) == expected(model)
+            right = make_model(config, seed=52)
+            sender.update_weights(right, version=2)
+            assert greedy(llm) == expected(right)
+            receiver.require_ready()
+    finally:
+        stop(llm)
+
+
+def test_a_first_update_that_fails_while_loading_leaves_the_engine_unusable(
+    llama, ends, monkeypatch
+):
     sender, receiver = ends
-    model = make_model(llama_config(), seed=51)
-    with pytest.raises(ws.ReceiverError, match="lacks"):
-        sender.update_weights(broken(model, lambda s: s.pop("model.norm.weight")), version=1)
+    bounded = receiver.engine._bounded
+
+    def late(function, deadline, what):
+        result = bounded(function, deadline, what)
+        if what == "update_weights":
+            raise ws.DeadlineError(f"{what} did not return in time")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver.engine, "_bounded", late)
+        with pytest.raises(ws.ReceiverError, match="in time"):
+            sender.update_weights(make_model(llama_config(), seed=53), version=1)
     assert receiver.status().state == "unusable"
     assert llama.get_weight_version() == "unusable"
     greedy(llama)  # whatever it says, it lives
+    model = make_model(llama_config(), seed=54)
     sender.update_weights(model, version=2)
     assert greedy(llama) == expected(model)
     receiver.require_ready()

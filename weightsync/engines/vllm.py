@@ -78,6 +78,9 @@ class VLLMEngine(Engine):
 
         if deadline.wait(attempt) is None:
             raise DeadlineError(f"workers had not verified {update.version} in time")
+        # Between two steps of the model, and before anything is paused or touched.
+        self._ask({"op": "check"}, deadline)
+        self._require_ok(deadline)
 
     def pause(self, deadline: Deadline) -> None:
         # An engine that its user put to sleep is left so.

@@ -9,6 +9,8 @@ for and undone here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -88,6 +90,25 @@ def abandon_reload(model: nn.Module) -> None:
             info.reset()
     layerwise.LOADING_LAYERS.clear()
     _restore_moe_kernels(model)
+
+
+@contextmanager
+def rehearsal(model: nn.Module) -> Iterator[None]:
+    """A reload that changes nothing: what is loaded inside meets shapes, names and loaders only.
+
+    Parameters are on the meta device meanwhile and no layer is processed; afterwards every layer
+    has its own tensors back. To be used between two steps of the model.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda layer, info: None
+    try:
+        begin_reload(model)
+        yield
+    finally:
+        layerwise._layerwise_process = process
+        abandon_reload(model)
 
 
 def incomplete_layers(model: nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -69,6 +70,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._error: str | None = None
         self._driven = False
         self._driver: list[Any] | None = None
+        self._fits: str | None = None
 
     # ---------------------------------------------------------------- what our driver asks
 
@@ -76,7 +78,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Answer a JSON request of the driver; never raises.
 
         ``{"op": "stage", "scheme": url, "version": [e, n], "timeout": s}`` leases and verifies a
-        version in the background, while requests run. ``{"op": "abandon"}`` makes the next
+        version in the background, while requests run. ``{"op": "check"}`` sees whether what was
+        staged fits the model, and changes nothing. ``{"op": "abandon"}`` makes the next
         ``finish_weight_update`` undo instead of finish. ``{"op": "status"}`` only answers.
 
         Returns:
@@ -109,6 +112,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staging.start()
         elif op == "abandon":
             self._error = self._error or "abandoned: another worker failed"
+        elif op == "check":
+            self._check()
         elif op == "release":
             self._release()
             self._error = None
@@ -145,12 +150,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._load(self._snapshot)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        incomplete = compat.incomplete_layers(self.model)
-        if incomplete:
-            raise EngineError(
-                f"the update leaves {len(incomplete)} layers without some of their weights: "
-                f"{'; '.join(incomplete[:8])}"
-            )
+        self._require_complete()
 
     def finish_weight_update(self) -> None:
         try:
@@ -209,6 +209,30 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         if os.path.exists(process):
             threading.Thread(target=watch, name="weightsync watch", daemon=True).start()
+
+    def _check(self) -> None:
+        """Load what was staged without changing anything, once for each manifest.
+
+        Raises:
+            EngineError: vLLM refuses a tensor, or layers would be left without some weights.
+        """
+        if self._snapshot is None or self._error is not None:
+            return
+        fingerprint = self._snapshot.manifest.fingerprint
+        if fingerprint == self._fits:
+            return
+        with set_current_vllm_config(self.vllm_config), compat.rehearsal(self.model):
+            self._load(self._snapshot)
+            self._require_complete()
+        self._fits = fingerprint
+
+    def _require_complete(self) -> None:
+        incomplete = compat.incomplete_layers(self.model)
+        if incomplete:
+            raise EngineError(
+                f"the update leaves {len(incomplete)} layers without some of their weights: "
+                f"{'; '.join(incomplete[:8])}"
+            )
 
     def _load(self, snapshot: Snapshot) -> None:
         """
