@@ -10,10 +10,12 @@ buffer.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -135,10 +137,18 @@ class Copier:
                     Thread(target=_serve, args=(self._jobs,), name=name, daemon=True).start()
             for _ in range(self.threads - 1):
                 self._jobs.put(job)
+        interrupt: KeyboardInterrupt | None = None
         try:
-            job.run()
+            job.take()
         finally:
-            job.finish()
+            while True:
+                try:
+                    job.finish()
+                    break
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
         if job.error is not None:
             raise job.error
 
@@ -194,57 +204,45 @@ class Copier:
 
 
 class _Job:
-    """Some numbered pieces of work, taken by several threads until none is left."""
+    """Some numbered pieces of work, taken by several threads until none is left.
+
+    Without locks: an interrupt could hit the calling thread just after it took one.
+    """
 
     def __init__(self, count: int, work: Callable[[int], None]) -> None:
         self._count = count
         self._work = work
-        self._next = 0
-        self._running = 0
-        self._idle = Condition()
+        self._numbers = itertools.count()  # next() on it is atomic, like append and pop of lists
+        self._over = False
+        self._helping: list[None] = []
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Take pieces until there are no more, or the job is over."""
-        with self._idle:
-            if self._next >= self._count:
-                return
-            self._running += 1
+    def take(self) -> None:
+        """Work, until there are no more pieces or the job is over."""
+        while not self._over and (number := next(self._numbers)) < self._count:
+            self._work(number)
+
+    def help(self) -> None:
+        """Work in another thread than the one that waits in ``finish``."""
+        self._helping.append(None)  # before looking whether it is over: finish sees one of the two
         try:
-            while True:
-                with self._idle:
-                    number = self._next
-                    self._next += 1
-                if number >= self._count:
-                    return
-                self._work(number)
+            self.take()
         except BaseException as error:
             self.error = self.error or error
-            self._next = self._count
+            self._over = True
         finally:
-            with self._idle:
-                self._running -= 1
-                self._idle.notify_all()
+            self._helping.pop()
 
     def finish(self) -> None:
         """Give out no more pieces, and wait for those in work: a few hundred microseconds."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._idle:
-                    self._next = self._count
-                    while self._running > 0:
-                        self._idle.wait()
-                    break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        self._over = True
+        while self._helping:
+            time.sleep(0.00005)
 
 
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        job.run()
+        job.help()
         del job  # it holds tensors
 
 
