@@ -186,12 +186,13 @@ def test_nothing_grows(peer, run_dir, updates, every, nbytes):
     settled = counts[20 // every :]
     assert {count[0] for count in settled} == {settled[0][0]}
     assert all(2 * nbytes <= count[1] <= 2 * nbytes + 65536 for count in counts)
-    assert max(count[2] for count in settled) - settled[0][2] < nbytes // 4
+    # Less than one set of weights in all: a leak would be as much at every attach.
+    assert max(count[2] for count in settled) - settled[0][2] < nbytes
     writer.call(end_sender)
     assert not os.path.exists(run_dir)
     files, resident = zip(*reader.result(), strict=True)
     assert len(set(files[1:])) == 1
-    assert max(resident[1:]) - resident[1] < nbytes // 4
+    assert max(resident[1:]) - resident[1] < nbytes
 
 
 def poll_counting(state, last, every):
