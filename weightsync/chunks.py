@@ -238,6 +238,12 @@ class _Job:
         self._over = True
         while self._helping:
             time.sleep(0.00005)
+        # A thread that comes late finds the job over; until then the job must not hold buffers.
+        self._work = _nothing
+
+
+def _nothing(number: int) -> None:
+    pass
 
 
 def _serve(jobs: SimpleQueue[_Job | None]) -> None:
