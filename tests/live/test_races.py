@@ -226,7 +226,7 @@ def test_readers_of_ending_runs(peer, run_dir):
     writer.start(send_and_end, scheme, 2.0)
     versions = reader.call(read_ending_runs, scheme, 1.5)
     writer.result()
-    assert len(versions) > 5
+    assert len(versions) >= 2  # how many depends on the machine
     assert versions == sorted(set(versions))
     assert not os.path.exists(run_dir)
 
