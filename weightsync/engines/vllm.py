@@ -43,7 +43,6 @@ class VLLMEngine(Engine):
         self._llm = llm
         self._mode = mode
         self._was_paused = False
-        self._scheme: dict[str, Any] = {}
 
     @property
     def target(self) -> Any:
