@@ -6,7 +6,7 @@ from torch import nn
 
 from weightsync.errors import SourceError
 from weightsync.manifest import DTYPES, Manifest
-from weightsync.source import SourceOptions, WeightSource, as_source, check_sendable
+from weightsync.source import SourceOptions, WeightSource, as_source, as_value
 
 
 class Own(WeightSource):
@@ -85,7 +85,7 @@ def test_refused_by_name(kind):
     """W10 and its kind: no tensor whose bytes are not its values, and the name is said."""
     make, words = UNSENDABLE[kind]
     with pytest.raises(SourceError, match=rf"'layer\.odd'.*{words}"):
-        check_sendable("layer.odd", make())
+        as_value("layer.odd", make())
 
 
 @pytest.mark.parametrize("kind", UNSENDABLE)
@@ -130,12 +130,12 @@ def test_an_unsendable_tensor_that_comes_later_is_refused_too():
     ids=lambda tensor: f"{type(tensor).__name__}{list(tensor.shape)}",
 )
 def test_sendable(tensor):
-    assert check_sendable("w", tensor) is tensor
+    assert as_value("w", tensor) is tensor
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype_is_sendable(name):
-    check_sendable("w", torch.zeros(16, dtype=torch.uint8).view(DTYPES[name]))
+    as_value("w", torch.zeros(16, dtype=torch.uint8).view(DTYPES[name]))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,6 @@ def test_only_floating_point_is_cast():
     """D1: the manifest names the dtype that is sent."""
     options = SourceOptions(dtype=torch.bfloat16)
     for dtype in DTYPES.values():
-        tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
         wire = torch.bfloat16 if dtype.is_floating_point else dtype
-        assert options.wire_dtype(tensor) == wire
-    assert SourceOptions().wire_dtype(torch.ones(1, dtype=torch.float64)) == torch.float64
+        assert options.wire_dtype("w", dtype) == wire
+    assert SourceOptions().wire_dtype("w", torch.float64) == torch.float64

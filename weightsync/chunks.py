@@ -28,6 +28,7 @@ CHUNK = 1 << 20
 
 Addresses = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.intp]
 
 _FEW = 8
 """Up to so many pieces of a chunk are digested one by one where they come from."""
@@ -261,7 +262,6 @@ class SlotWriter:
         self._copier = copier
         self._base = _address(slot)
         self._rows_left = np.diff(geometry.row_of_chunk)
-        self._written = np.zeros(len(geometry.first_chunk), dtype=bool)
         self._digests = np.zeros(geometry.chunks, dtype=np.uint64)
 
     def write_all(self, addresses: Addresses) -> None:
@@ -271,22 +271,29 @@ class SlotWriter:
             addresses: for each tensor, where its contiguous bytes lie, or 0 if they are in the
                 slot already. The caller keeps them alive until this returns.
         """
-        self._written[:] = True
         self._write(slice(None), addresses[self._geometry.tensor])
 
-    def write(self, tensors: Sequence[int], addresses: Sequence[int]) -> None:
+    def write(self, tensors: Sequence[int], addresses: Sequence[int] | Addresses) -> None:
         """Copy some tensors in.
 
         Args:
-            tensors: their indices in the manifest, each at most once in a slot's life.
+            tensors: their indices in the manifest, ascending, each at most once in a slot's life.
             addresses: as for ``write_all``, one for each.
         """
-        row_of_tensor = self._geometry.row_of_tensor
-        for tensor, address in sorted(zip(tensors, addresses, strict=True)):
-            self._written[tensor] = True
-            self._write(slice(row_of_tensor[tensor], row_of_tensor[tensor + 1]), address)
+        geometry = self._geometry
+        if len(tensors) == 1:
+            row_of_tensor = geometry.row_of_tensor
+            rows: slice | Rows = slice(*row_of_tensor[tensors[0] : tensors[0] + 2])
+            self._write(rows, addresses[0])
+            return
+        given = np.zeros(len(geometry.first_chunk), dtype=bool)
+        given[list(tensors)] = True
+        at = np.zeros(len(given), dtype=np.int64)
+        at[list(tensors)] = addresses
+        rows = np.flatnonzero(given[geometry.tensor])
+        self._write(rows, at[geometry.tensor[rows]])
 
-    def _write(self, rows: slice, source: Addresses | int) -> None:
+    def _write(self, rows: slice | Rows, source: Addresses | int) -> None:
         geometry = self._geometry
         source = np.broadcast_to(source, geometry.tensor[rows].shape)
         out_of: Addresses = np.where(source != 0, source + geometry.in_tensor[rows], 0)
@@ -342,10 +349,6 @@ class SlotWriter:
         if at < top:
             state.update(_MEMORY[at:top])
         return state.intdigest()
-
-    def missing(self) -> list[int]:
-        """The indices of the tensors that were not written yet."""
-        return [int(number) for number in np.flatnonzero(~self._written)]
 
     def digests(self) -> Digests:
         """The digest of every chunk, once every tensor was written."""

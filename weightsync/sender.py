@@ -35,9 +35,8 @@ class Sender:
     Args:
         scheme: as on the receivers' side.
         model: where the weights come from; see :func:`weightsync.source.as_source`.
-        dtype: cast floating-point tensors to this dtype on the way.
-        rename: called once per name; its result is final.
-        manifest: describes a one-shot iterator of weights.
+        dtype, keep_dtype, rename, include, exclude, strict, manifest: what is sent of the model,
+            and how; see :class:`~weightsync.source.SourceOptions`.
         timeout: seconds for each ``update_weights`` that names none.
     """
 
@@ -48,13 +47,15 @@ class Sender:
         *,
         dtype: torch.dtype | None = None,
         rename: Callable[[str], str] | None = None,
+        keep_dtype: Sequence[str] = (),
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        strict: bool = True,
         manifest: Manifest | None = None,
         timeout: float = 300.0,
     ) -> None:
         self.scheme = scheme
-        if rename is not None and not callable(rename):
-            raise SourceError(f"rename={rename!r:.80}: a function from name to name was expected")
-        self._options = SourceOptions(dtype, rename, manifest)
+        self._options = SourceOptions(dtype, rename, manifest, keep_dtype, include, exclude, strict)
         self._timeout = timeout
         self._publisher = scheme.create_publisher()
         self._source: WeightSource | None = None
@@ -91,9 +92,8 @@ class Sender:
             raise TypeError(f"receivers={receivers!r}: a number, or a list of ids")
         deadline = Deadline(timeout)
         self._epoch = self._publisher.open(deadline)
-        inventory = self._source.inventory() if self._source is not None else None
-        if inventory is not None:
-            self._publisher.prepare(inventory.manifest, deadline)
+        if self._source is not None and not self._source.walked:
+            self._publisher.prepare(self._source.manifest(), deadline)
         if receivers:
             self._wait_connected(receivers, deadline)
         for receiver in self._attached:

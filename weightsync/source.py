@@ -2,72 +2,141 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightsync.errors import SourceError
 from weightsync.manifest import DTYPE_NAMES, Manifest
 from weightsync.tensors import Addresses
+from weightsync.weight import Value, Weight
+
+log = logging.getLogger("weightsync")
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What the user may say about a source.
+    """What the user may say about a source. Patterns are shell-style (``*.gate.*``).
 
     Attributes:
         dtype: cast floating-point tensors to this dtype while they are copied; None sends each
             as it is. Integers, booleans and complex numbers are never cast.
         rename: called once per name; its result is final.
         manifest: describes a one-shot iterator, which cannot be looked at before it is sent.
+        keep_dtype: patterns of names that ``dtype`` leaves alone.
+        include, exclude: patterns of the names to send, and of those not to; exclude wins. They
+            and ``keep_dtype`` look at names as they are before ``rename``.
+        strict: refuse an update in which a tensor cannot be sent, or a pattern fits no name.
+            With False such tensors are left out, and logged.
     """
 
     dtype: torch.dtype | None = None
     rename: Callable[[str], str] | None = None
     manifest: Manifest | None = None
+    keep_dtype: Sequence[str] = ()
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] = ()
+    strict: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype is None:
-            return
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise SourceError(f"dtype={self.dtype!r}: a floating-point torch.dtype was expected")
+        dtype, rename = self.dtype, self.rename
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise SourceError(f"dtype={dtype!r}: a floating-point torch.dtype was expected")
+        if rename is not None and not callable(rename):
+            raise SourceError(f"rename={rename!r:.80}: a function from name to name was expected")
+        for name in ("keep_dtype", "include", "exclude"):
+            patterns = getattr(self, name)
+            if patterns is not None and (
+                isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns)
+            ):
+                raise SourceError(f"{name}={patterns!r:.80}: a list of patterns was expected")
 
-    def wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype a tensor is sent in."""
-        if self.dtype is not None and tensor.dtype.is_floating_point:
-            return self.dtype
-        return tensor.dtype
+    def sends(self, name: str) -> bool:
+        """Whether a tensor of this name (before ``rename``) is sent at all."""
+        if self.include is not None and not fits(name, self.include):
+            return False
+        return not fits(name, self.exclude)
+
+    def wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor of this name (before ``rename``) and dtype is sent."""
+        if self.dtype is None or not dtype.is_floating_point or fits(name, self.keep_dtype):
+            return dtype
+        return self.dtype
+
+    def final(self, name: str) -> str:
+        return name if self.rename is None else self.rename(name)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """
+        Raises:
+            SourceError: a pattern fits no name, a typing error most of the time.
+        """
+        patterns = [*self.keep_dtype, *(self.include or ()), *self.exclude]
+        idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+        if idle and self.strict:
+            raise SourceError(
+                f"no tensor has a name that fits {', '.join(map(repr, idle))} "
+                f"(names look like {', '.join(map(repr, names[:3]))}); strict=False lets it pass"
+            )
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Tensors that exist anyway (a module's parameters), all at once.
+    """One look at a source: what it holds, described, with nothing gathered, merged or copied.
 
     Attributes:
-        tensors: in the manifest's order, aliases left out, not yet cast.
+        values: one per tensor of the manifest, not yet cast: tensors that exist anyway (a
+            module's parameters), and weights that are made when they are read. None for a tensor
+            that only ``rest`` has.
         addresses: int64, for each tensor where its bytes lie if they are what is sent, byte for
-            byte; 0 where it must be copied with a cast, from another device, or not at all.
+            byte; 0 where it must be copied with a cast, from another device, or be made first.
+        rest: what :meth:`stream` iterates instead of reading the weights one after the other.
     """
 
     manifest: Manifest
-    tensors: list[torch.Tensor]
+    values: Sequence[Value | None]
     addresses: Addresses
+    rest: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = field(default=None)
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` of all values that are no tensors yet, each made when it is asked
+        for and valid until the next one is.
+
+        Raises:
+            SourceError: a tensor cannot be made; names it.
+        """
+        if self.rest is not None:
+            yield from self.rest()
+            return
+        for number in self.streamed():
+            name, weight = self.manifest.tensors[number].name, self.values[number]
+            assert isinstance(weight, Weight)
+            yield name, read_weight(name, weight)
+
+    def streamed(self) -> list[int]:
+        """The indices, in the manifest, of the tensors that come by :meth:`stream`."""
+        return [n for n, value in enumerate(self.values) if not isinstance(value, torch.Tensor)]
 
 
 class WeightSource(ABC):
     """A set of weights that can be described without moving it, and streamed."""
 
-    def inventory(self) -> Inventory | None:
-        """All tensors at once, if they exist anyway. None: a transport streams them one by
-        one and lets go of each."""
-        return None
+    walked: bool = True
+    """Whether describing it takes a walk through all of its data."""
 
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Names, dtypes (after the cast), shapes and ties, without data moving.
+        """Names, dtypes (after the cast), shapes and ties.
 
         Raises:
             SourceError: a tensor cannot be sent; names it.
@@ -79,6 +148,45 @@ class WeightSource(ABC):
 
         Aliases are left out.
         """
+
+    def inventory(self) -> Inventory:
+        """What would be sent now. By default nothing exists as a tensor before it is streamed."""
+        manifest = self.manifest()
+        nothing = np.zeros(len(manifest.tensors), dtype=np.int64)
+        return Inventory(manifest, [None] * len(nothing), nothing, self.tensors)
+
+
+def read_weight(name: str, weight: Weight) -> torch.Tensor:
+    """
+    Raises:
+        SourceError: it could not be made, or is not what it was said to be.
+    """
+    try:
+        tensor = weight.read()
+    except SourceError as error:
+        raise SourceError(f"tensor {name!r} cannot be sent: {error}") from error
+    return check_sendable(name, tensor)
+
+
+def as_value(name: str, value: object) -> Value:
+    """What is to be sent under a name: the tensor itself, or the weight that it stands for.
+
+    Raises:
+        SourceError: it has no bytes of its own that mean what they seem to mean.
+    """
+    from weightsync.sources import TENSOR_KINDS
+
+    if isinstance(value, Weight):
+        return value
+    if isinstance(value, torch.Tensor):
+        for weight_of in TENSOR_KINDS:
+            try:
+                weight = weight_of(value)
+            except SourceError as error:
+                raise SourceError(f"tensor {name!r} cannot be sent: {error}") from None
+            if weight is not None:
+                return weight
+    return check_sendable(name, value)
 
 
 def check_sendable(name: str, tensor: object) -> torch.Tensor:
@@ -96,16 +204,10 @@ def check_sendable(name: str, tensor: object) -> torch.Tensor:
 
 
 def _unsendable(tensor: torch.Tensor) -> str | None:
-    kind = type(tensor).__name__
     if torch.nn.parameter.is_lazy(tensor):
         return "it is a lazy parameter that was never given a shape"
-    if hasattr(tensor, "ds_id") and getattr(tensor, "ds_status", None) is not None:
-        return "it is a ZeRO-3 placeholder, whose values live in shards on other ranks"
-    if hasattr(tensor, "quant_state") or kind in ("Params4bit", "Int8Params"):
-        return f"it is a quantised parameter ({kind}) whose bytes are packed"
-    if hasattr(tensor, "full_tensor"):
-        return "it is a DTensor, sharded over ranks; gather it first"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = type(tensor).__name__
         return f"{kind} is a tensor subclass that holds its values in another form"
     if tensor.is_meta:
         return "it is on the meta device and holds no values (offloaded or never loaded?)"
@@ -140,7 +242,7 @@ def as_source(weights: Any, options: SourceOptions | None = None) -> WeightSourc
         if options != SourceOptions():
             raise SourceError(
                 f"a {type(weights).__name__} says itself what is sent: it takes no dtype=, "
-                "rename= or manifest="
+                "rename=, manifest= or patterns"
             )
         return weights
     for accepts, make in SOURCES:

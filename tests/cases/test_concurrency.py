@@ -221,12 +221,12 @@ def test_ctrl_c_waits_until_the_engine_is_whole(ends):
 
 
 def test_a_module_whose_state_dict_gives_copies_is_refused_by_name(ends):
-    module = nn.Linear(2, 2)
-    module.register_state_dict_post_hook(
-        lambda m, state, prefix, meta: state.update(
-            {name: tensor.detach().clone() for name, tensor in state.items()}
-        )
-    )
+    class Copying(nn.Linear):
+        def _save_to_state_dict(self, state, prefix, keep_vars):
+            super()._save_to_state_dict(state, prefix, keep_vars)
+            state.update({name: tensor.detach().clone() for name, tensor in state.items()})
+
+    module = Copying(2, 2)
     sender = ends.sender({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     receiver = ends.receiver(module)
     sender.update_weights(version=1)

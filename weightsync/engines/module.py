@@ -14,9 +14,9 @@ from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import EngineError, MismatchError
 from weightsync.manifest import Manifest, ParamSpec, describe
-from weightsync.names import state_of
 from weightsync.tensors import Facts
 from weightsync.transport import Targets
+from weightsync.tree import state_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 
 from weightsync.errors import ManifestError, SourceError
 from weightsync.manifest import Manifest
-from weightsync.source import SourceOptions, WeightSource, check_sendable
+from weightsync.source import SourceOptions, WeightSource, as_value, check_sendable
+from weightsync.weight import Weight
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 
@@ -35,7 +36,8 @@ class IterableSource(WeightSource):
             )
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        rename = self._options.rename or (lambda name: name)
+        """The stream, with names as they are before ``rename``."""
+        options = self._options
         stream = self._weights() if callable(self._weights) else self._weights
         if not isinstance(stream, Iterable):
             raise SourceError(f"the callable returned a {type(stream).__name__}, {_EXPECTED}")
@@ -44,22 +46,40 @@ class IterableSource(WeightSource):
             if not pair or not isinstance(entry[0], str):
                 raise SourceError(f"the stream holds a {type(entry).__name__}, {_EXPECTED}")
             name, tensor = entry
-            yield rename(name), check_sendable(name, tensor)
+            if not options.sends(name):
+                continue
+            value = as_value(name, tensor)
+            if isinstance(value, Weight):
+                if value.collective:
+                    raise SourceError(
+                        f"tensor {name!r} cannot be sent: it is sharded over ranks; pass the "
+                        "module, or gather it before it comes into the stream"
+                    )
+                value = check_sendable(name, value.read())
+            yield name, value
+
+    @property
+    def walked(self) -> bool:  # type: ignore[override]
+        return self._options.manifest is None
 
     def manifest(self) -> Manifest:
-        if self._options.manifest is not None:
-            return self._options.manifest
-        entries = [
-            (name, self._options.wire_dtype(tensor), tensor.shape)
-            for name, tensor in self._stream()
-        ]
+        options = self._options
+        if options.manifest is not None:
+            return options.manifest
+        names = []
+        entries = []
+        for name, tensor in self._stream():
+            names.append(name)
+            dtype = options.wire_dtype(name, tensor.dtype)
+            entries.append((options.final(name), dtype, tensor.shape))
+        options.check_patterns(names)
         try:
             return Manifest.build(entries)
         except ManifestError as error:
             raise SourceError(str(error)) from None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._stream()
+        return ((self._options.final(name), tensor) for name, tensor in self._stream())
 
 
 def accepts(weights: Any) -> bool:

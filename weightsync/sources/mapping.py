@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 
 from weightsync.errors import ManifestError, SourceError
 from weightsync.manifest import Manifest
-from weightsync.source import Inventory, SourceOptions, WeightSource, check_sendable
+from weightsync.source import Inventory, SourceOptions, WeightSource, as_value, log
 from weightsync.tensors import Addresses, Facts, plain_address
+from weightsync.weight import Value, Weight
 
 
 class ResidentSource(WeightSource):
-    """Tensors that exist anyway. ``entries`` lists them afresh for every update.
+    """Tensors that exist anyway, or are made of such. ``entries`` lists them for every update.
 
     Tied weights are found by their storage: two names for the same elements in the same order
-    are sent once, under the name that comes first.
+    are sent once, under the name that comes first, or that ``primary`` prefers.
     """
 
     def __init__(self, options: SourceOptions) -> None:
@@ -28,78 +29,130 @@ class ResidentSource(WeightSource):
         self._known: _Known | None = None
 
     def entries(self) -> tuple[list[str], list[Any]]:
-        """All names and all tensors, tied ones under each of their names, names not yet final."""
+        """All names and all values, tied ones under each of their names, names not yet final."""
         raise NotImplementedError
+
+    def converted(self, values: dict[str, Value]) -> dict[str, Value]:
+        """The values under the names that engines expect: split, joined or renamed."""
+        return values
+
+    def keeps(self, name: str) -> bool:
+        """Whether a tensor is exempt from ``dtype`` by the model's own wish."""
+        return False
+
+    def primary(self, names: Sequence[str]) -> str:
+        """Under which of its names a tied weight is sent."""
+        return names[0]
+
+    walked = False
 
     def manifest(self) -> Manifest:
         return self.inventory().manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         inventory = self.inventory()
-        names = (spec.name for spec in inventory.manifest.tensors)
-        return zip(names, inventory.tensors, strict=True)
+        for spec, value in zip(inventory.manifest.tensors, inventory.values, strict=True):
+            if isinstance(value, torch.Tensor):
+                yield spec.name, value
+        yield from inventory.stream()
 
     def inventory(self) -> Inventory:
-        names, tensors = self.entries()
+        names, values = self.entries()
         try:
-            facts = Facts.of(tensors)
-        except (RuntimeError, ValueError, TypeError, AttributeError):
-            facts = None  # something is no tensor, or has no memory: it is refused by name below
+            facts = Facts.of(values)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+            facts = None  # something is no plain tensor: looked at anew for every update
         known = self._known
         if known is None or facts is None or known.names != names or known.facts != facts:
-            manifest, primary = self._describe(names, tensors)
-            addresses = [
-                plain_address(tensors[index], spec)
-                for index, spec in zip(primary, manifest.tensors, strict=True)
-            ]
-            known = _Known(names, facts, manifest, primary, np.array(addresses, dtype=np.int64))
-            self._known = known
-        sent = [tensors[index] for index in known.primary] if known.aliased else tensors
+            known = self._known = self._look(names, values, facts)
+        sent: list[Any] = [values[v] if type(v) is int else v for v in known.values]
         return Inventory(known.manifest, sent, known.addresses)
 
-    def _describe(self, names: list[str], tensors: list[Any]) -> tuple[Manifest, list[int]]:
-        rename = self._options.rename or (lambda name: name)
-        first: dict[Any, str] = {}
-        aliases: dict[str, str] = {}
-        entries: list[tuple[str, torch.dtype, torch.Size]] = []
-        primary: list[int] = []
-        for index, (name, value) in enumerate(zip(names, tensors, strict=True)):
+    def _look(self, names: list[str], values: list[Any], facts: Facts | None) -> _Known:
+        index = {id(value): number for number, value in enumerate(values)}
+        manifest, sent = self._describe(names, values)
+        addresses = [
+            plain_address(value, spec) if isinstance(value, torch.Tensor) else 0
+            for value, spec in zip(sent, manifest.tensors, strict=True)
+        ]
+        plain = all(isinstance(value, torch.Tensor) for value in sent)
+        return _Known(
+            names,
+            facts if plain else None,
+            manifest,
+            [index.get(id(value), value) for value in sent],
+            np.array(addresses, dtype=np.int64),
+        )
+
+    def _describe(self, names: list[str], given: list[Any]) -> tuple[Manifest, list[Value]]:
+        options = self._options
+        values: dict[str, Value] = {}
+        for name, value in zip(names, given, strict=True):
             if not isinstance(name, str):
                 raise SourceError(f"names are texts, not {type(name).__name__}: {name!r:.80}")
-            tensor = check_sendable(name, value)
-            final = rename(name)
-            same = _identity(tensor)
-            if same is not None and same in first:
-                if final in aliases:
-                    raise SourceError(f"two tensors would be called {final!r}")
-                aliases[final] = first[same]
-                continue
-            if same is not None:
-                first[same] = final
-            entries.append((final, self._options.wire_dtype(tensor), tensor.shape))
-            primary.append(index)
+            if name in values:
+                raise SourceError(f"two tensors would be called {name!r}")
+            try:
+                values[name] = as_value(name, value)
+            except SourceError as error:
+                if not options.sends(name):
+                    continue
+                if options.strict:
+                    raise
+                log.warning("left out (strict=False): %s", error)
+        values = self.converted(values)
+        options.check_patterns(list(values))
+        values = {name: value for name, value in values.items() if options.sends(name)}
+        sent: list[Value] = []
+        aliases: dict[str, str] = {}
+        entries: list[tuple[str, torch.dtype, Iterable[int]]] = []
+        for tied in _ties(values):
+            main = self.primary(tied) if len(tied) > 1 else tied[0]
+            value = values[main]
+            final = options.final(main)
+            for other in tied:
+                if other != main:
+                    alias = options.final(other)
+                    if alias in aliases:
+                        raise SourceError(f"two tensors would be called {alias!r}")
+                    aliases[alias] = final
+            dtype = value.dtype if self.keeps(main) else options.wire_dtype(main, value.dtype)
+            entries.append((final, dtype, value.shape))
+            sent.append(value)
         try:
-            return Manifest.build(entries, aliases), primary
+            return Manifest.build(entries, aliases), sent
         except ManifestError as error:
             raise SourceError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found out about tensors, for as long as they have the same names and facts."""
+    """What was found out about values, for as long as they have the same names and facts.
+
+    ``values`` has the number of a tensor among the entries instead of the tensor itself, which
+    another one of the same facts may have replaced.
+    """
 
     names: list[str]
     facts: Facts | None
     manifest: Manifest
-    primary: list[int]
+    values: list[int | Value]
     addresses: Addresses
 
-    @property
-    def aliased(self) -> bool:
-        return len(self.primary) != len(self.names)
+
+def _ties(values: Mapping[str, Value]) -> list[list[str]]:
+    """The names, those of one tensor together, in the order of each tensor's first name."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Weight):
+            same: Hashable | None = value.identity
+        else:
+            same = _identity(value)
+        groups.setdefault(("alone", name) if same is None else same, []).append(name)
+    return list(groups.values())
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def _identity(tensor: torch.Tensor) -> Hashable | None:
     """Equal for tensors that are the same elements in the same order; None if there are none."""
     if tensor.numel() == 0:
         return None

@@ -1,26 +1,43 @@
-"""An ``nn.Module``: parameters and persistent buffers, under its names without wrappers."""
+"""An ``nn.Module``: parameters and persistent buffers, under the names of its checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from weightsync.names import state_of
 from weightsync.source import SourceOptions
+from weightsync.sources import transformers
 from weightsync.sources.mapping import ResidentSource
+from weightsync.tree import inside, state_of
+from weightsync.weight import Value
 
 
 class ModuleSource(ResidentSource):
-    """The ``state_dict`` of a module: parameters and persistent buffers, never the others."""
+    """What a module holds: parameters and persistent buffers, never the others.
+
+    Whatever wraps it, the names are those that the model's checkpoint has.
+    """
 
     def __init__(self, module: nn.Module, options: SourceOptions) -> None:
-        super().__init__(options)
         self.module = module
+        super().__init__(options)
+        self._checkpoint = transformers.checkpoint_of(inside(module))
 
     def entries(self) -> tuple[list[str], list[Any]]:
         state = state_of(self.module)
         return list(state.keys()), list(state.values())
+
+    def converted(self, values: dict[str, Value]) -> dict[str, Value]:
+        return values if self._checkpoint is None else self._checkpoint.convert(values)
+
+    def keeps(self, name: str) -> bool:
+        dtype = self._options.dtype
+        return self._checkpoint is not None and self._checkpoint.keeps(name, dtype)
+
+    def primary(self, names: Sequence[str]) -> str:
+        return names[0] if self._checkpoint is None else self._checkpoint.primary(names)
 
 
 def accepts(weights: Any) -> bool:

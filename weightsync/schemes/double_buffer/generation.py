@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 
 from weightsync.chunks import Geometry, SlotWriter
@@ -14,7 +13,7 @@ from weightsync.files import Directory, Lock
 from weightsync.manifest import Manifest, describe
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
-from weightsync.source import Inventory, WeightSource
+from weightsync.source import Inventory
 from weightsync.tensors import plain_address
 
 
@@ -36,24 +35,31 @@ class Generation:
         return self.slots[slot].view(self.manifest.tensors[tensor])
 
 
-def write_inventory(
+def write_resident(
     generation: Generation, slot: int, inventory: Inventory, writer: SlotWriter
 ) -> None:
-    """Write tensors that exist anyway, all at once."""
-    for number in np.flatnonzero(inventory.addresses == 0).tolist():
-        spec = generation.manifest.tensors[number]
-        copy_tensor(generation.view(slot, number), inventory.tensors[number], spec.name)
-    writer.write_all(inventory.addresses)
+    """Write the tensors that exist anyway, all at once."""
+    specs = generation.manifest.tensors
+    there = []
+    for number, value in enumerate(inventory.values):
+        if isinstance(value, torch.Tensor):
+            there.append(number)
+            if inventory.addresses[number] == 0:
+                copy_tensor(generation.view(slot, number), value, specs[number].name)
+    if len(there) == len(specs):
+        writer.write_all(inventory.addresses)
+    elif there:
+        writer.write(there, inventory.addresses[there])
 
 
 def write_stream(
     generation: Generation,
     slot: int,
-    weights: WeightSource,
+    inventory: Inventory,
     writer: SlotWriter,
     deadline: Deadline,
 ) -> float:
-    """Write a stream of tensors, each before the next one is asked for.
+    """Write what comes as a stream, each tensor before the next one is asked for.
 
     A stream may hand out one staging buffer again and again, or take memory back.
 
@@ -66,8 +72,8 @@ def write_stream(
     """
     streamed = 0.0
     specs = generation.manifest.tensors
-    seen: set[int] = set()
-    stream = iter(weights.tensors())
+    awaited = set(inventory.streamed())
+    stream = inventory.stream()
     while True:
         asked = time.perf_counter()
         entry = next(stream, None)
@@ -76,10 +82,10 @@ def write_stream(
             break
         name, tensor = entry
         number = generation.index.get(name)
-        if number is None or number in seen:
+        if number is None or number not in awaited:
             what = "sent twice" if number is not None else "not in the manifest"
             raise SourceError(f"tensor {name!r} is {what}")
-        seen.add(number)
+        awaited.remove(number)
         spec = specs[number]
         cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
         if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
@@ -94,8 +100,7 @@ def write_stream(
             raise DeadlineError(
                 f"the source was not done within {deadline.seconds:.1f} s; it had come to {name!r}"
             )
-    missing = writer.missing()
-    if missing:
-        names = ", ".join(repr(specs[number].name) for number in missing[:5])
-        raise SourceError(f"{len(missing)} tensors of the manifest were not sent: {names} ...")
+    if awaited:
+        names = ", ".join(repr(specs[number].name) for number in sorted(awaited)[:5])
+        raise SourceError(f"{len(awaited)} tensors of the manifest were not sent: {names} ...")
     return streamed

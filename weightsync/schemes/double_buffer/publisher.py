@@ -26,7 +26,7 @@ from weightsync.files import Directory, Lock
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.schemes.double_buffer import layout
-from weightsync.schemes.double_buffer.generation import Generation, write_inventory, write_stream
+from weightsync.schemes.double_buffer.generation import Generation, write_resident, write_stream
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.receivers import Receivers, forget
 from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
@@ -253,7 +253,7 @@ class DoubleBufferPublisher(Publisher):
             if not layout.is_receiver_id(receiver):
                 raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
         inventory = weights.inventory()
-        manifest = inventory.manifest if inventory is not None else weights.manifest()
+        manifest = inventory.manifest
         looked = time.perf_counter() - began
         self.prepare(manifest, deadline)
         generation = self._generation
@@ -266,11 +266,8 @@ class DoubleBufferPublisher(Publisher):
         try:
             generation.directory.remove(layout.slot_record(slot))
             writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
-            streamed = 0.0
-            if inventory is not None:
-                write_inventory(generation, slot, inventory, writer)
-            else:
-                streamed = write_stream(generation, slot, weights, writer, deadline)
+            write_resident(generation, slot, inventory, writer)
+            streamed = write_stream(generation, slot, inventory, writer, deadline)
             digests = writer.digests()
             commit = Commit(
                 version,

@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel
 
 import weightsync as ws
 from tests.conftest import assert_all_same, send
-from weightsync.names import state_of
+from weightsync.tree import state_of
 
 
 class Inner(nn.Module):

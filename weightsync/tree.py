@@ -1,0 +1,175 @@
+"""The tensors of a module, under its names without wrappers.
+
+Wrappers are known by their class, never by the look of a name: a child that is really called
+``module`` keeps its name. What needs more than a look inside (adapters, packed or sharded
+parameters) has a *visitor* in the file of ``weightsync/sources/`` that is about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from weightsync.errors import SourceError
+
+Visitor = Callable[[nn.Module, str, "Walk"], None]
+"""Adds the tensors of a module and all below it to a walk, under names that begin with a prefix."""
+
+
+class Walk:
+    """A walk through a module and its children that collects tensors under their names."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """
+        Raises:
+            SourceError: there is a tensor of this name already.
+        """
+        if name in self.found:
+            raise SourceError(f"two tensors would be called {name!r}")
+        self.found[name] = value
+
+    def visit(self, module: nn.Module, prefix: str, beyond: type | None = None) -> None:
+        """Collect a module and all below it. The prefix ends with a dot, or is empty.
+
+        Args:
+            beyond: a class that was mixed into the module's own, and is dealt with already.
+        """
+        kind: Any = type(module)
+        _visitor(kind, beyond)(module, prefix, self)
+
+    def own(self, module: nn.Module, prefix: str) -> None:
+        """Collect a module's own parameters and persistent buffers."""
+        kind: Any = type(module)
+        if _saves_itself(kind):
+            state: dict[str, Any] = {}
+            module._save_to_state_dict(state, prefix, keep_vars=True)
+            state.pop(prefix + "_extra_state", None)
+            for name, value in state.items():
+                self.add(name, value)
+            return
+        for name, value in module._parameters.items():
+            if value is not None:
+                self.add(prefix + name, value)
+        transient = module._non_persistent_buffers_set
+        for name, value in module._buffers.items():
+            if value is not None and name not in transient:
+                self.add(prefix + name, value)
+
+    def children(self, module: nn.Module, prefix: str) -> None:
+        """Collect what is below a module."""
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, f"{prefix}{name}.")
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """The parameters and persistent buffers of a module, the objects themselves.
+
+    Under the names of the module without its wrappers (``torch.compile``, DDP, FSDP, activation
+    checkpointing, adapters, in any order). What ``get_extra_state`` returns is no weight, and
+    left out. What does not exist as a tensor is a :class:`~weightsync.weight.Weight`.
+
+    Raises:
+        SourceError: two tensors have one name without the wrappers.
+    """
+    walk = Walk()
+    walk.visit(module, "")
+    return walk.found
+
+
+def _plain(module: nn.Module, prefix: str, walk: Walk) -> None:
+    walk.own(module, prefix)
+    walk.children(module, prefix)
+
+
+def _wrapper(attribute: str) -> Visitor:
+    def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
+        walk.own(module, prefix)
+        for name, child in module._modules.items():
+            if child is not None:
+                walk.visit(child, prefix if name == attribute else f"{prefix}{name}.")
+
+    return visit
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module that wrappers around it hold: what the user calls the model."""
+    while True:
+        attribute = next((_HOLDERS[kind] for kind in _kinds(type(module)) & _HOLDERS.keys()), "")
+        child = module._modules.get(attribute)
+        if child is None:
+            return module
+        module = child
+
+
+_WRAPPERS = {
+    # class -> the attribute that holds what it wraps
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+}
+
+_HOLDERS = {
+    **_WRAPPERS,
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+}
+
+_VISITORS = {
+    # class -> module and function that knows it; imported only where the class is met
+    "peft.peft_model.PeftModel": "weightsync.sources.peft:visit_model",
+    "peft.tuners.tuners_utils.BaseTuner": "weightsync.sources.peft:visit_tuner",
+    "peft.tuners.tuners_utils.BaseTunerLayer": "weightsync.sources.peft:visit_layer",
+    "peft.utils.other.AuxiliaryTrainingWrapper": "weightsync.sources.peft:visit_auxiliary",
+    "bitsandbytes.nn.modules.Linear4bit": "weightsync.sources.quantised:visit_linear",
+    "bitsandbytes.nn.modules.Linear8bitLt": "weightsync.sources.quantised:visit_linear",
+    "bitsandbytes.nn.modules.Embedding4bit": "weightsync.sources.quantised:visit_linear",
+    "bitsandbytes.nn.modules.Embedding8bit": "weightsync.sources.quantised:visit_linear",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "weightsync.sources.fsdp1:visit"
+    ),
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": (
+        "weightsync.sources.sharded:visit_fsdp2"
+    ),
+    "torch.distributed._composable.fsdp.fully_shard.FSDPModule": (  # before torch 2.6
+        "weightsync.sources.sharded:visit_fsdp2"
+    ),
+}
+
+
+def _kinds(kind: type) -> set[str]:
+    return {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+
+
+@lru_cache(maxsize=4096)
+def _visitor(kind: type, beyond: type | None) -> Visitor:
+    # The most derived class that is known decides.
+    classes = kind.__mro__
+    for base in classes[classes.index(beyond) + 1 :] if beyond else classes:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in _WRAPPERS:
+            return _wrapper(_WRAPPERS[name])
+        if name in _VISITORS:
+            module, _, function = _VISITORS[name].partition(":")
+            visitor: Visitor = getattr(import_module(module), function)
+            return visitor
+    return _plain
+
+
+@lru_cache(maxsize=4096)
+def _saves_itself(kind: type) -> bool:
+    """Whether a module says in its own way what belongs into a ``state_dict``."""
+    return kind._save_to_state_dict is not nn.Module._save_to_state_dict  # type: ignore[attr-defined]

@@ -1,0 +1,55 @@
+"""One tensor of a trainer that does not exist as such: sharded, merged, packed or converted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import TypeAlias
+
+import torch
+
+
+class Weight(ABC):
+    """A tensor that is known by its dtype and shape, and made when its turn in the stream comes.
+
+    It looks at the trainer when it is read, never before: what it was made from may have changed
+    since. Reading it never changes the trainer.
+
+    Attributes:
+        dtype, shape: of the tensor as it is sent, before the cast that the user may ask for.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Equal for two weights that are one tensor under two names (a tie). None: never tied."""
+        return None
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks of the trainer must read it together, in the same order."""
+        return False
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """The values: dense, of ``shape`` and ``dtype``, on any device.
+
+        Valid until the next weight of the same source is read.
+
+        Raises:
+            SourceError: it cannot be made; does not know its own name.
+        """
+
+
+Value: TypeAlias = torch.Tensor | Weight
+"""What a source holds under a name: a tensor that exists anyway, or a weight to be read."""
+
+
+def read(value: Value) -> torch.Tensor:
+    return value.read() if isinstance(value, Weight) else value
+
+
+def is_collective(value: Value) -> bool:
+    return isinstance(value, Weight) and value.collective
