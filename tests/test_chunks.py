@@ -87,7 +87,8 @@ def test_geometry(sizes):
     geometry = Geometry(manifest)
     assert geometry.chunks == -(-manifest.nbytes // CHUNK)
     covered = [0] * len(sizes)
-    rows = zip(geometry.tensor, geometry.in_slot, geometry.in_tensor, geometry.length, strict=True)
+    r = geometry.rows
+    rows = zip(r.piece, r.in_slot, r.in_piece, r.length, strict=True)
     for tensor, in_slot, in_tensor, length in rows:
         assert length > 0
         assert in_slot == manifest.tensors[tensor].offset + in_tensor
@@ -163,7 +164,7 @@ def test_a_wrong_chunk_is_found_and_not_copied(copier):
         assert copier.verify(geometry, memoryview(slot), digests, range(geometry.chunks)) == wrong
         others = [chunk for chunk in range(geometry.chunks) if chunk not in wrong]
         assert copier.verify(geometry, memoryview(slot), digests, others) == []
-        begin = max(0, at // CHUNK * CHUNK - geometry.in_slot[1])
+        begin = max(0, at // CHUNK * CHUNK - geometry.rows.in_slot[1])
         if at // CHUNK == 2:
             assert not targets[1][begin : begin + CHUNK].any()
         slot[at] ^= 4

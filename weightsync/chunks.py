@@ -28,7 +28,6 @@ CHUNK = 1 << 20
 
 Addresses = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
-Rows = npt.NDArray[np.intp]
 
 _FEW = 8
 """Up to so many pieces of a chunk are digested one by one where they come from."""
@@ -52,33 +51,46 @@ except ImportError:
     move = _move_slowly
 
 
-class Geometry:
-    """Which bytes of which tensors each chunk of a slot holds. Computed once per manifest.
+class Rows:
+    """Pieces of a slot, cut at the borders of chunks: each row lies inside one of them.
 
-    One *row* is the part of one tensor inside one chunk.
+    Attributes (int64, one entry per row):
+        piece: which of the pieces it belongs to.
+        in_slot, in_piece: where it begins. length: in bytes.
     """
+
+    def __init__(self, offsets: Addresses, sizes: Addresses) -> None:
+        first = offsets // CHUNK
+        last = np.maximum(offsets + sizes - 1, offsets) // CHUNK
+        rows = np.where(sizes > 0, last - first + 1, 0)
+        self.of_piece = np.concatenate([[0], np.cumsum(rows)])
+        self.piece = np.repeat(np.arange(len(sizes)), rows)
+        chunk = first[self.piece] + np.arange(len(self.piece)) - self.of_piece[self.piece]
+        begin = np.maximum(offsets[self.piece], chunk * CHUNK)
+        end = np.minimum(offsets[self.piece] + sizes[self.piece], (chunk + 1) * CHUNK)
+        self.in_slot = begin
+        self.in_piece = begin - offsets[self.piece]
+        self.length = end - begin
+
+
+class Geometry:
+    """Which bytes of which tensors each chunk of a slot holds. Computed once per manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.nbytes = manifest.nbytes
         self.chunks = -(-manifest.nbytes // CHUNK)
-        offsets = np.array([spec.offset for spec in manifest.tensors], dtype=np.int64)
-        sizes = np.array([spec.nbytes for spec in manifest.tensors], dtype=np.int64)
-        first = offsets // CHUNK
-        last = np.maximum(offsets + sizes - 1, offsets) // CHUNK
-        self.first_chunk, self.last_chunk = first, last
-        self.nonempty = sizes > 0
-        rows = np.where(sizes > 0, last - first + 1, 0)
-        self.tensor = np.repeat(np.arange(len(sizes)), rows)
-        row_in_tensor = np.arange(len(self.tensor)) - np.repeat(np.cumsum(rows) - rows, rows)
-        chunk = first[self.tensor] + row_in_tensor
-        begin = np.maximum(offsets[self.tensor], chunk * CHUNK)
-        end = np.minimum(offsets[self.tensor] + sizes[self.tensor], (chunk + 1) * CHUNK)
-        self.in_slot = begin
-        self.in_tensor = begin - offsets[self.tensor]
-        self.length = end - begin
-        self.row_of_tensor = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self.offsets = np.array([spec.offset for spec in manifest.tensors], dtype=np.int64)
+        self.sizes = np.array([spec.nbytes for spec in manifest.tensors], dtype=np.int64)
+        self.first_chunk = self.offsets // CHUNK
+        ends = np.maximum(self.offsets + self.sizes - 1, self.offsets)
+        self.last_chunk = ends // CHUNK
+        self.nonempty = self.sizes > 0
+        self.rows = Rows(self.offsets, self.sizes)
         # Tensors ascend in the slot, so rows are already sorted by chunk.
+        chunk = self.rows.in_slot // CHUNK
         self.row_of_chunk = np.searchsorted(chunk, np.arange(self.chunks + 1))
+        self.payload = np.bincount(chunk, self.rows.length, self.chunks).astype(np.int64)
+        """For each chunk, how many of its bytes belong to tensors."""
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         return chunk * CHUNK, min((chunk + 1) * CHUNK, self.nbytes)
@@ -93,8 +105,8 @@ class Geometry:
         """The indices of the tensors with a byte in any of these chunks."""
         flagged = np.zeros(self.chunks + 1, dtype=bool)
         flagged[list(chunks)] = True
-        rows = flagged[self.in_slot // CHUNK]
-        return sorted(set(self.tensor[rows].tolist()))
+        rows = flagged[self.rows.in_slot // CHUNK]
+        return sorted(set(self.rows.piece[rows].tolist()))
 
     def changed(self, before: Digests, after: Digests) -> int:
         """How many tensors lie in chunks whose digests differ. An upper bound, exact at zero."""
@@ -170,10 +182,11 @@ class Copier:
         Returns:
             The chunks whose digest is wrong; nothing was copied out of those.
         """
-        wanted = targets[geometry.tensor]
-        into = wanted + geometry.in_tensor
-        out_of: Addresses = np.where(wanted != 0, geometry.in_slot + _address(slot), 0)
-        length = geometry.length
+        rows = geometry.rows
+        wanted = targets[rows.piece]
+        into = wanted + rows.in_piece
+        out_of: Addresses = np.where(wanted != 0, rows.in_slot + _address(slot), 0)
+        length = rows.length
         row_of_chunk = geometry.row_of_chunk.tolist()
         digests = None if expected is None else expected.tolist()
         wrong: list[int] = []
@@ -254,15 +267,20 @@ def _serve(jobs: SimpleQueue[_Job | None]) -> None:
 
 
 class SlotWriter:
-    """Fills one slot with one version, all at once or one by one, and digests it."""
+    """Fills one slot with one version, all at once or bit by bit, and digests it.
+
+    Several processes may fill one slot together, each its own bytes: every one digests the chunks
+    that it wrote alone, and one of them the rest.
+    """
 
     def __init__(self, geometry: Geometry, slot: memoryview, copier: Copier) -> None:
         self._geometry = geometry
         self._slot = slot
         self._copier = copier
         self._base = _address(slot)
-        self._rows_left = np.diff(geometry.row_of_chunk)
+        self._bytes_left = geometry.payload.copy()
         self._digests = np.zeros(geometry.chunks, dtype=np.uint64)
+        self._digested = np.zeros(geometry.chunks, dtype=bool)
 
     def write_all(self, addresses: Addresses) -> None:
         """Copy every tensor in.
@@ -271,44 +289,48 @@ class SlotWriter:
             addresses: for each tensor, where its contiguous bytes lie, or 0 if they are in the
                 slot already. The caller keeps them alive until this returns.
         """
-        self._write(slice(None), addresses[self._geometry.tensor])
+        self._write(self._geometry.rows, addresses)
 
     def write(self, tensors: Sequence[int], addresses: Sequence[int] | Addresses) -> None:
         """Copy some tensors in.
 
         Args:
-            tensors: their indices in the manifest, ascending, each at most once in a slot's life.
+            tensors: their indices in the manifest, each at most once in a slot's life.
             addresses: as for ``write_all``, one for each.
         """
-        geometry = self._geometry
-        if len(tensors) == 1:
-            row_of_tensor = geometry.row_of_tensor
-            rows: slice | Rows = slice(*row_of_tensor[tensors[0] : tensors[0] + 2])
-            self._write(rows, addresses[0])
-            return
-        given = np.zeros(len(geometry.first_chunk), dtype=bool)
-        given[list(tensors)] = True
-        at = np.zeros(len(given), dtype=np.int64)
-        at[list(tensors)] = addresses
-        rows = np.flatnonzero(given[geometry.tensor])
-        self._write(rows, at[geometry.tensor[rows]])
+        which = np.array(tensors, dtype=np.int64)
+        self.write_pieces(self._geometry.offsets[which], self._geometry.sizes[which], addresses)
 
-    def _write(self, rows: slice | Rows, source: Addresses | int) -> None:
+    def write_pieces(
+        self, offsets: Addresses, sizes: Addresses, addresses: Sequence[int] | Addresses
+    ) -> None:
+        """Copy any bytes of tensors in.
+
+        Args:
+            offsets, sizes: of the pieces in the slot, which do not overlap, in bytes.
+            addresses: as for ``write_all``, one for each.
+        """
+        order = np.argsort(offsets, kind="stable")
+        self._write(Rows(offsets[order], sizes[order]), np.asarray(addresses, np.int64)[order])
+
+    def _write(self, rows: Rows, addresses: Addresses) -> None:
         geometry = self._geometry
-        source = np.broadcast_to(source, geometry.tensor[rows].shape)
-        out_of: Addresses = np.where(source != 0, source + geometry.in_tensor[rows], 0)
-        into = geometry.in_slot[rows] + self._base
-        length = geometry.length[rows]
-        chunks, first_row = np.unique(geometry.in_slot[rows] // CHUNK, return_index=True)
+        source = addresses[rows.piece]
+        out_of: Addresses = np.where(source != 0, source + rows.in_piece, 0)
+        into = rows.in_slot + self._base
+        length = rows.length
+        chunks, first_row = np.unique(rows.in_slot // CHUNK, return_index=True)
         bounds = [*first_row.tolist(), len(into)]
-        self._rows_left[chunks] -= np.diff(bounds)
-        complete = (self._rows_left[chunks] == 0).tolist()
+        if len(into) == 0:
+            return
+        given = np.add.reduceat(length, first_row)
+        self._bytes_left[chunks] -= given
+        complete = (self._bytes_left[chunks] == 0).tolist()
         numbers = chunks.tolist()
         # Chunks that come from here as a whole, in few pieces.
         pieces = np.diff(bounds)
-        whole = pieces == np.diff(geometry.row_of_chunk)[chunks]
-        if len(into):
-            whole &= np.add.reduceat(out_of != 0, first_row) == pieces
+        whole = given == geometry.payload[chunks]
+        whole &= np.add.reduceat(out_of != 0, first_row) == pieces
         direct = (whole & (pieces <= _FEW)).tolist()
 
         def work(index: int) -> None:
@@ -318,6 +340,7 @@ class SlotWriter:
                 self._digests[chunk] = self._digest_of_pieces(
                     chunk, into, out_of, length, begin, end
                 )
+                self._digested[chunk] = True
                 move(into, out_of, length, begin, end, True)
             else:
                 move(into, out_of, length, begin, end, False)
@@ -350,15 +373,26 @@ class SlotWriter:
             state.update(_MEMORY[at:top])
         return state.intdigest()
 
+    def digested(self) -> tuple[Addresses, Digests]:
+        """The chunks that are whole and digested by now, and their digests."""
+        chunks = np.flatnonzero(self._digested)
+        return chunks, self._digests[chunks]
+
+    def adopt(self, chunks: Addresses, digests: Digests) -> None:
+        """Take over what another process wrote and digested."""
+        self._digests[chunks] = digests
+        self._digested[chunks] = True
+
     def digests(self) -> Digests:
-        """The digest of every chunk, once every tensor was written."""
-        for chunk in np.flatnonzero(np.diff(self._geometry.row_of_chunk) == 0).tolist():
-            self._digest(chunk)  # nothing but padding
+        """The digest of every chunk, once every byte was written."""
+        rest = np.flatnonzero(~self._digested).tolist()
+        self._copier.each(len(rest), lambda index: self._digest(rest[index]))
         return self._digests
 
     def _digest(self, chunk: int) -> None:
         begin, end = self._geometry.bounds(chunk)
         self._digests[chunk] = xxh3_64_intdigest(self._slot[begin:end])
+        self._digested[chunk] = True
 
 
 def _address(buffer: memoryview) -> int:

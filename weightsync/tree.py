@@ -25,6 +25,11 @@ class Walk:
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
+        self._replaced: dict[int, dict[str, Any]] = {}
+
+    def replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Take something else for a parameter of a module that is still to be visited."""
+        self._replaced.setdefault(id(module), {})[name] = value
 
     def add(self, name: str, value: Any) -> None:
         """
@@ -54,8 +59,11 @@ class Walk:
             for name, value in state.items():
                 self.add(name, value)
             return
+        replaced = self._replaced.get(id(module), {})
+        for name, value in replaced.items():
+            self.add(prefix + name, value)
         for name, value in module._parameters.items():
-            if value is not None:
+            if value is not None and name not in replaced and not hasattr(value, "_param_infos"):
                 self.add(prefix + name, value)
         transient = module._non_persistent_buffers_set
         for name, value in module._buffers.items():

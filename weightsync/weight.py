@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -36,11 +37,42 @@ class Weight(ABC):
     def read(self) -> torch.Tensor:
         """The values: dense, of ``shape`` and ``dtype``, on any device.
 
-        Valid until the next weight of the same source is read.
+        They stay as they are for as long as the trainer does and the tensor is referred to.
 
         Raises:
             SourceError: it cannot be made; does not know its own name.
         """
+
+    def pieces(self) -> list[Piece] | None:
+        """What this rank is to write, so that all ranks together write each element once.
+
+        None: it is known as a whole only, and has to be read. Costs nothing, and every rank says
+        None for the same weights.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a whole tensor, held by this rank.
+
+    Attributes:
+        tensor: the values, not yet cast.
+        whole: the shape of the whole tensor as it is to be looked at: its own, or flattened.
+        offsets: where the block begins in that shape.
+    """
+
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block's view of a contiguous tensor that has as many elements as the whole."""
+        view = tensor.view(self.whole)
+        sizes = zip(self.offsets, self.tensor.shape, strict=True)
+        for dimension, (offset, size) in enumerate(sizes):
+            view = view.narrow(dimension, offset, size)
+        return view
 
 
 Value: TypeAlias = torch.Tensor | Weight

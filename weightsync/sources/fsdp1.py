@@ -1,12 +1,128 @@
-"""``FullyShardedDataParallel``: gathered unit by unit."""
+"""``FullyShardedDataParallel``: flat parameters, gathered unit by unit.
+
+A unit's parameters lie one after the other in one flat tensor, of which each rank holds an equal
+part. It is gathered here, into memory of our own: the trainer's state stays what it is, also when
+a gather fails. ``_param_infos`` and the other names with an underscore are those of
+``torch.distributed.fsdp._flat_param``, unchanged from torch 2.0 to 2.13.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from weightsync.errors import SourceError
 from weightsync.tree import Walk
+from weightsync.weight import Piece, Weight
+
+
+class Unit:
+    """The flat parameter of one FSDP unit."""
+
+    def __init__(self, module: Any, handle: Any) -> None:
+        self._handle = handle
+        self._between = getattr(module, "_inter_node_pg", None)  # hybrid: who holds the same
+        self.flat = handle.flat_param
+        self.spread = bool(handle.uses_sharded_strategy) and handle.process_group.size() > 1
+        self._whole: torch.Tensor | None = None
+        begin = 0
+        self.ranges: list[tuple[int, int]] = []
+        padding = self.flat._is_padding_mask
+        for numel, pads in zip(self.flat._numels_with_padding, padding, strict=True):
+            if not pads:
+                self.ranges.append((begin, begin + numel))
+            begin += numel
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part: of equal length on all ranks, padded at the end."""
+        flat = self.flat._local_shard if self._handle.uses_sharded_strategy else self.flat
+        shard: torch.Tensor = flat.detach()
+        return shard
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one to write what several hold."""
+        return self._between is None or dist.get_rank(self._between) == 0
+
+    def whole(self, member: int) -> torch.Tensor:
+        """All of the flat parameter; kept from the first member that is read to the last one."""
+        if self._whole is None or member == 0:
+            shard = self.shard.to(self._handle.device)
+            if not self.spread:
+                self._whole = shard
+            else:
+                group = self._handle.process_group
+                self._whole = torch.empty(
+                    len(shard) * group.size(), dtype=shard.dtype, device=shard.device
+                )
+                dist.all_gather_into_tensor(self._whole, shard, group=group)
+        whole = self._whole
+        if member == len(self.ranges) - 1:
+            self._whole = None
+        return whole
+
+
+class Flat(Weight):
+    """One parameter of a unit."""
+
+    def __init__(self, unit: Unit, member: int) -> None:
+        self._unit, self._member = unit, member
+        self.dtype = unit.flat.dtype
+        self.shape = tuple(unit.flat._shapes[member])
+
+    @property
+    def identity(self) -> Hashable:
+        return "flat parameter", id(self._unit), self._member
+
+    @property
+    def collective(self) -> bool:
+        return self._unit.spread
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        begin, end = self._unit.ranges[self._member]
+        return self._unit.whole(self._member)[begin:end].view(self.shape)
+
+    def pieces(self) -> list[Piece] | None:
+        if not self.collective:
+            return None
+        if not self._unit.writes:
+            return []
+        shard, group = self._unit.shard, self._unit._handle.process_group
+        first = len(shard) * group.rank()
+        begin, end = self._unit.ranges[self._member]
+        low, high = max(begin, first), min(end, first + len(shard))
+        if low >= high:
+            return []
+        return [Piece(shard[low - first : high - first], (end - begin,), (low - begin,))]
 
 
 def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
-    """An FSDP unit."""
-    raise NotImplementedError
+    """An FSDP unit, and the units inside."""
+    wrapped: Any = module
+    for child in module.modules():
+        if any(base.__name__ == "BaseTunerLayer" for base in type(child).__mro__):
+            raise SourceError(
+                f"module {prefix.rstrip('.')!r}: adapters inside FullyShardedDataParallel cannot "
+                "be merged from its flat parameters; use fully_shard (FSDP2)"
+            )
+    handle = wrapped._handle
+    if handle is not None:
+        unit = Unit(module, handle)
+        for member, info in enumerate(unit.flat._param_infos):
+            walk.replace(info.module, info.param_name, Flat(unit, member))
+        for shared in unit.flat._shared_param_infos:
+            # The same parameter under another name.
+            at = (shared.prim_param_name, shared.prim_module)
+            member = next(
+                number
+                for number, info in enumerate(unit.flat._param_infos)
+                if (info.param_name, info.module) == at
+            )
+            walk.replace(shared.module, shared.param_name, Flat(unit, member))
+    walk.visit(wrapped._fsdp_wrapped_module, prefix)

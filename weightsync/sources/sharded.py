@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,14 +10,78 @@ from torch import nn
 
 from weightsync.errors import SourceError
 from weightsync.tree import Walk
-from weightsync.weight import Weight
+from weightsync.weight import Piece, Weight
+
+
+class Sharded(Weight):
+    """The whole tensor of which a DTensor holds this rank's part."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.dtype = tensor.dtype
+        self.shape = tuple(tensor.shape)
+
+    @property
+    def identity(self) -> Hashable:
+        # By the storage's own address: a rank may hold no element of a tensor, all ranks must
+        # find the same ties.
+        local = self._tensor._local_tensor
+        storage = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
+        return "dtensor", storage, self.shape, self.dtype, self._tensor.placements
+
+    @property
+    def collective(self) -> bool:
+        spread = not all(placement.is_replicate() for placement in self._tensor.placements)
+        return spread and self._tensor.device_mesh.size() > 1
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        tensor = self._tensor.detach()
+        device = tensor.device_mesh.device_type
+        if tensor.device.type != device:  # offloaded: collectives run where the mesh lives
+            tensor = tensor.to(device)
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
+
+    def pieces(self) -> list[Piece] | None:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = self._tensor.device_mesh, self._tensor.placements
+        if not self.collective or not all(p.is_replicate() or _is_block(p) for p in placements):
+            return None
+        coordinates = mesh.get_coordinate()
+        for coordinate, placement in zip(coordinates, placements, strict=True):
+            if placement.is_replicate() and coordinate:
+                return []  # the first of the ranks that hold the same writes it
+        local = self._tensor._local_tensor.detach()
+        if local.numel() == 0:
+            return []
+        shape, offsets = compute_local_shape_and_global_offset(self.shape, mesh, placements)
+        if tuple(shape) != tuple(local.shape):
+            raise SourceError(f"this rank holds {list(local.shape)} of it, not {list(shape)}")
+        return [Piece(local, self.shape, tuple(offsets))]
+
+
+def _is_block(placement: Any) -> bool:
+    """Whether what a rank holds is one block, of which torch says where it begins."""
+    # _StridedShard (a dimension cut by FSDP2 and by tensor parallelism) is a block too, but
+    # torch says where only in some releases: it is gathered.
+    return bool(placement.is_shard()) and type(placement).__name__ == "Shard"
 
 
 def weight_of(tensor: torch.Tensor) -> Weight | None:
-    """The whole tensor of which a DTensor holds this rank's part; None if it is none."""
-    if hasattr(tensor, "full_tensor"):
-        raise SourceError("it is a DTensor, sharded over ranks; gather it first")
-    return None
+    """The whole tensor of which a DTensor holds this rank's part; None if it is none.
+
+    Raises:
+        SourceError: this process is no rank of its mesh.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return None
+    if not hasattr(tensor, "placements"):
+        raise SourceError("it is sharded over ranks in a way that is not known here; gather it")
+    if tensor.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        raise SourceError("it is a DTensor over ranks that this process is none of")
+    return Sharded(tensor)
 
 
 def visit_fsdp2(module: nn.Module, prefix: str, walk: Walk) -> None:
