@@ -89,3 +89,20 @@ class SyncReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for logs."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> SyncReport:
+        """The report that :meth:`to_dict` made, also after a way through JSON."""
+        fields = {**document, "version": Version(**document["version"])}
+        fields["seconds"] = Seconds(**document["seconds"])
+        fields["missing"] = tuple(document["missing"])
+        fields["unexpected"] = tuple(document["unexpected"])
+        fields["receivers"] = tuple(map(_receiver, document["receivers"]))
+        return cls(**fields)
+
+
+def _receiver(document: dict[str, Any]) -> ReceiverReport:
+    fields = {**document, "seconds": Seconds(**document["seconds"])}
+    for name in ("version", "attempted"):
+        fields[name] = Version(**document[name]) if document[name] else None
+    return ReceiverReport(**fields)

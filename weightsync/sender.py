@@ -18,9 +18,11 @@ from typing_extensions import Self
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, ReceiverError, SourceError, WeightSyncError
 from weightsync.manifest import Manifest
+from weightsync.ranks import Ranks
 from weightsync.receiver import Receiver
 from weightsync.report import ReceiverReport, Seconds, SyncReport
-from weightsync.source import SourceOptions, WeightSource, as_source
+from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as_source
+from weightsync.together import follow, lead
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ class Sender:
         dtype, keep_dtype, rename, include, exclude, strict, manifest: what is sent of the model,
             and how; see :class:`~weightsync.source.SourceOptions`.
         timeout: seconds for each ``update_weights`` that names none.
+        group: the ``torch.distributed`` ranks that hold the model together, all of which make the
+            same calls of their senders; rank 0 of them publishes. None: all ranks if the model
+            is sharded (FSDP, DTensors, ZeRO-3) when the sender connects, else this process alone.
+        gather: how a sharded model is sent. False: each rank writes its own rows, nothing is
+            gathered (ranks of one host, double buffer). True: all ranks gather bucket by bucket,
+            rank 0 sends. None: the former where it is possible.
     """
 
     def __init__(
@@ -53,8 +61,13 @@ class Sender:
         strict: bool = True,
         manifest: Manifest | None = None,
         timeout: float = 300.0,
+        group: Any = None,
+        gather: bool | None = None,
     ) -> None:
         self.scheme = scheme
+        self._group = group
+        self._gather = gather
+        self._ranks: Ranks | None = None
         self._options = SourceOptions(dtype, rename, manifest, keep_dtype, include, exclude, strict)
         self._timeout = timeout
         self._publisher = scheme.create_publisher()
@@ -91,9 +104,30 @@ class Sender:
         if isinstance(receivers, str):
             raise TypeError(f"receivers={receivers!r}: a number, or a list of ids")
         deadline = Deadline(timeout)
-        self._epoch = self._publisher.open(deadline)
+        manifest = None
         if self._source is not None and not self._source.walked:
-            self._publisher.prepare(self._source.manifest(), deadline)
+            inventory = self._source.inventory()
+            manifest = inventory.manifest
+            if self._ranks is None and (self._group is not None or inventory.collective):
+                self._ranks = Ranks(self._group)
+        if self._ranks is None:
+            self._open(manifest, receivers, deadline)
+            return
+        with self._ranks.operation():
+            if self._ranks.leads:
+                self._open(manifest, receivers, deadline)
+                self._ranks.collect("ready", deadline)
+                self._ranks.say({"epoch": self._epoch})
+            else:
+                self._ranks.answer("ready", {})
+                self._epoch = self._ranks.hear(deadline)["epoch"]
+
+    def _open(
+        self, manifest: Manifest | None, receivers: int | Sequence[str], deadline: Deadline
+    ) -> None:
+        self._epoch = self._publisher.open(deadline)
+        if manifest is not None:
+            self._publisher.prepare(manifest, deadline)
         if receivers:
             self._wait_connected(receivers, deadline)
         for receiver in self._attached:
@@ -161,7 +195,20 @@ class Sender:
         if source is None:
             raise SourceError("no weights: pass a model to create_sender or update_weights")
         with self._alone(deadline):
-            return self._update(source, version, wait, deadline, receivers, began)
+            if self._ranks is None:
+                return self._update(source, version, wait, deadline, receivers, began)
+            with self._ranks.operation():
+                if not self._ranks.leads:
+                    return self._follow(self._ranks, source, deadline)
+                report = self._update(source, version, wait, deadline, receivers, began)
+                self._ranks.say({"report": report.to_dict()})
+                return report
+
+    def _follow(self, ranks: Ranks, source: WeightSource, deadline: Deadline) -> SyncReport:
+        over = follow(ranks, self._publisher, source, deadline)
+        report = SyncReport.from_dict(over["report"])
+        self._version = report.version
+        return report
 
     @contextmanager
     def _alone(self, deadline: Deadline) -> Iterator[None]:
@@ -191,7 +238,21 @@ class Sender:
             raise WeightSyncError("the sender was shut down")
         new = Version(self._epoch, self._next_number(version))
         try:
-            published = self._publisher.publish(new, source, deadline, receivers)
+            inventory = source.inventory()
+            looked = time.perf_counter() - began
+            if self._ranks is not None:
+                published = lead(
+                    self._ranks,
+                    self._publisher,
+                    new,
+                    inventory,
+                    deadline,
+                    receivers,
+                    self._gather,
+                )
+            else:
+                _require_whole(inventory)
+                published = self._publisher.publish(new, Looked(inventory), deadline, receivers)
         except WeightSyncError:
             raise
         except BaseException:
@@ -204,7 +265,7 @@ class Sender:
             published.nbytes,
             published.tensors,
             published.changed,
-            Seconds(published.extract, published.transfer),
+            Seconds(looked + published.extract, published.transfer),
             skipped=published.skipped,
         )
         if not published.skipped:
@@ -268,6 +329,8 @@ class Sender:
 
         Connects it if it is not connected yet.
         """
+        if self._ranks is not None and not self._ranks.leads:
+            raise WeightSyncError("receivers are attached to the sender of the trainer's rank 0")
         if receiver.scheme != self.scheme:
             raise WeightSyncError(
                 f"the receiver listens to {receiver.scheme.to_url()}, this sender publishes to "
@@ -306,3 +369,15 @@ class Sender:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _require_whole(inventory: Inventory) -> None:
+    """
+    Raises:
+        SourceError: the weights are spread over ranks, of which this sender knows nothing.
+    """
+    if inventory.collective:
+        raise SourceError(
+            "the weights are sharded over ranks: give the model to create_sender, or name the "
+            "ranks by group=, before connect(); every rank then makes the same calls"
+        )

@@ -15,7 +15,7 @@ import torch
 from weightsync.errors import SourceError
 from weightsync.manifest import DTYPE_NAMES, Manifest
 from weightsync.tensors import Addresses
-from weightsync.weight import Value, Weight
+from weightsync.weight import Piece, Value, Weight, is_collective
 
 log = logging.getLogger("weightsync")
 
@@ -108,6 +108,13 @@ class Inventory:
     addresses: Addresses
     rest: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = field(default=None)
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` of everything: what exists anyway first, then the stream."""
+        for spec, value in zip(self.manifest.tensors, self.values, strict=True):
+            if isinstance(value, torch.Tensor):
+                yield spec.name, value
+        yield from self.stream()
+
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of all values that are no tensors yet, each made when it is asked
         for and valid until the next one is.
@@ -126,6 +133,25 @@ class Inventory:
     def streamed(self) -> list[int]:
         """The indices, in the manifest, of the tensors that come by :meth:`stream`."""
         return [n for n, value in enumerate(self.values) if not isinstance(value, torch.Tensor)]
+
+    @property
+    def collective(self) -> bool:
+        """Whether some of it is spread over the ranks of a trainer."""
+        return any(map(is_collective, self.values))
+
+    def gathered(self) -> list[int]:
+        """Those of them of which no rank can write its own rows."""
+        streamed = self.streamed()
+        return [n for n in streamed if _pieces(self.values[n]) is None]
+
+    def pieces(self) -> list[tuple[int, Piece]]:
+        """What this rank holds of the others, with the index of the tensor in the manifest."""
+        streamed = self.streamed()
+        return [(n, piece) for n in streamed for piece in _pieces(self.values[n]) or ()]
+
+
+def _pieces(value: Value | None) -> list[Piece] | None:
+    return value.pieces() if isinstance(value, Weight) else None
 
 
 class WeightSource(ABC):
@@ -154,6 +180,24 @@ class WeightSource(ABC):
         manifest = self.manifest()
         nothing = np.zeros(len(manifest.tensors), dtype=np.int64)
         return Inventory(manifest, [None] * len(nothing), nothing, self.tensors)
+
+
+class Looked(WeightSource):
+    """A source that was looked at already: what it holds is settled."""
+
+    walked = False
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+
+    def inventory(self) -> Inventory:
+        return self._inventory
+
+    def manifest(self) -> Manifest:
+        return self._inventory.manifest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._inventory.tensors()
 
 
 def read_weight(name: str, weight: Weight) -> torch.Tensor:

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.manifest import ParamSpec
-
 Addresses = npt.NDArray[np.int64]
 
 _address = torch.Tensor.data_ptr
@@ -61,14 +59,14 @@ class Facts:
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def plain_address(tensor: torch.Tensor, spec: ParamSpec) -> int:
-    """Where a tensor's bytes lie if they are what the spec describes, in order; otherwise 0."""
+def plain_address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Where a tensor's bytes lie if they are its values in that dtype, in order; otherwise 0."""
     plain = (
-        tensor.dtype == spec.dtype
+        tensor.dtype == dtype
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and spec.nbytes > 0
+        and tensor.numel() > 0
     )
     return tensor.data_ptr() if plain else 0

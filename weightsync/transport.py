@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from typing_extensions import Self
 from weightsync.deadline import Deadline
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
-from weightsync.source import WeightSource
+from weightsync.source import Inventory, WeightSource
 from weightsync.tensors import Addresses, plain_address
 from weightsync.version import Version
 
@@ -43,8 +44,27 @@ class Published:
     skipped: bool = False
 
 
+class Crew(ABC):
+    """The other ranks of a sharded trainer, each of which writes the rows that it holds."""
+
+    @abstractmethod
+    def start(self, ticket: dict[str, Any]) -> None:
+        """Have every other rank call its publisher's ``contribute`` with a JSON-able ticket."""
+
+    @abstractmethod
+    def finish(self, deadline: Deadline) -> list[dict[str, Any]]:
+        """Wait for what they return.
+
+        Raises:
+            WeightSyncError: a rank failed; has its words. DeadlineError: one is late.
+        """
+
+
 class Publisher(ABC):
     """The trainer's end of a transport. One per run is alive at any time."""
+
+    takes_rows: bool = False
+    """Whether ``publish`` takes a crew, and ``contribute`` works."""
 
     @abstractmethod
     def open(self, deadline: Deadline) -> int:
@@ -69,16 +89,30 @@ class Publisher(ABC):
         weights: WeightSource,
         deadline: Deadline,
         receivers: Sequence[str] | None = None,
+        crew: Crew | None = None,
     ) -> Published:
         """Make a version visible, whole, or leave everything as it was.
 
         Args:
             receivers: the ids of those the version is meant for; None for everybody.
+            crew: the ranks that write rows too. None: everything comes from ``weights``.
 
         Raises:
             SourceError: a tensor cannot be sent. DeadlineError: no buffer got free in time.
             VersionError: not newer than the last, or the same number with other weights.
         """
+
+    def contribute(
+        self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Write this rank's rows into the version that another rank is publishing.
+
+        Needs no ``open``.
+
+        Returns:
+            JSON-able, for the rank that publishes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no rows")
 
     @abstractmethod
     def receivers(self) -> list[ReceiverReport]:
@@ -119,7 +153,7 @@ class Targets:
         self.addresses: Addresses = np.zeros(len(at), dtype=np.int64)
         for name, tensor in tensors.items():
             spec = manifest.spec(name)
-            address = plain_address(tensor, spec)
+            address = plain_address(tensor, spec.dtype)
             if address and not self.addresses[at[spec.name]]:
                 self.addresses[at[spec.name]] = address
             else:  # cast, strided, on another device, or one more copy of a tied tensor

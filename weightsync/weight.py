@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ class Weight(ABC):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def identity(self) -> Hashable | None:
@@ -83,5 +88,5 @@ def read(value: Value) -> torch.Tensor:
     return value.read() if isinstance(value, Weight) else value
 
 
-def is_collective(value: Value) -> bool:
+def is_collective(value: Value | None) -> bool:
     return isinstance(value, Weight) and value.collective

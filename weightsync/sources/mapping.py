@@ -50,11 +50,7 @@ class ResidentSource(WeightSource):
         return self.inventory().manifest
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        inventory = self.inventory()
-        for spec, value in zip(inventory.manifest.tensors, inventory.values, strict=True):
-            if isinstance(value, torch.Tensor):
-                yield spec.name, value
-        yield from inventory.stream()
+        return self.inventory().tensors()
 
     def inventory(self) -> Inventory:
         names, values = self.entries()
@@ -72,7 +68,7 @@ class ResidentSource(WeightSource):
         index = {id(value): number for number, value in enumerate(values)}
         manifest, sent = self._describe(names, values)
         addresses = [
-            plain_address(value, spec) if isinstance(value, torch.Tensor) else 0
+            plain_address(value, spec.dtype) if isinstance(value, torch.Tensor) else 0
             for value, spec in zip(sent, manifest.tensors, strict=True)
         ]
         plain = all(isinstance(value, torch.Tensor) for value in sent)

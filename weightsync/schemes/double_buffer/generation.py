@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -58,6 +59,7 @@ def write_stream(
     inventory: Inventory,
     writer: SlotWriter,
     deadline: Deadline,
+    awaited: Sequence[int],
 ) -> float:
     """Write what comes as a stream, each tensor before the next one is asked for.
 
@@ -72,7 +74,7 @@ def write_stream(
     """
     streamed = 0.0
     specs = generation.manifest.tensors
-    awaited = set(inventory.streamed())
+    left = set(awaited)
     stream = inventory.stream()
     while True:
         asked = time.perf_counter()
@@ -82,16 +84,16 @@ def write_stream(
             break
         name, tensor = entry
         number = generation.index.get(name)
-        if number is None or number not in awaited:
+        if number is None or number not in left:
             what = "sent twice" if number is not None else "not in the manifest"
             raise SourceError(f"tensor {name!r} is {what}")
-        awaited.remove(number)
+        left.remove(number)
         spec = specs[number]
         cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
         if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
             sent = describe(tensor.dtype, tensor.shape)
             raise SourceError(f"tensor {name!r} is {sent}, its manifest says {spec}")
-        address = plain_address(tensor, spec)
+        address = plain_address(tensor, spec.dtype)
         if address == 0:
             copy_tensor(generation.view(slot, number), tensor, name)
         writer.write([number], [address])
@@ -100,7 +102,7 @@ def write_stream(
             raise DeadlineError(
                 f"the source was not done within {deadline.seconds:.1f} s; it had come to {name!r}"
             )
-    if awaited:
-        names = ", ".join(repr(specs[number].name) for number in sorted(awaited)[:5])
-        raise SourceError(f"{len(awaited)} tensors of the manifest were not sent: {names} ...")
+    if left:
+        names = ", ".join(repr(specs[number].name) for number in sorted(left)[:5])
+        raise SourceError(f"{len(left)} tensors of the manifest were not sent: {names} ...")
     return streamed

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.chunks import Copier, Digests, SlotWriter
 from weightsync.deadline import Deadline
@@ -30,9 +30,10 @@ from weightsync.schemes.double_buffer.generation import Generation, write_reside
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.receivers import Receivers, forget
 from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
+from weightsync.schemes.double_buffer.rows import RowWriter, adopt, ticket_of, write_rows
 from weightsync.schemes.double_buffer.slot import require_room, slot_size
-from weightsync.source import WeightSource
-from weightsync.transport import Published, Publisher
+from weightsync.source import Inventory, WeightSource
+from weightsync.transport import Crew, Published, Publisher
 from weightsync.version import Version
 
 log = logging.getLogger("weightsync")
@@ -47,6 +48,8 @@ BUSY_SECONDS = 2.0
 class DoubleBufferPublisher(Publisher):
     """See :class:`~weightsync.transport.Publisher`; the protocol is in docs/architecture.md."""
 
+    takes_rows = True
+
     def __init__(self, scheme: DoubleBufferScheme) -> None:
         self._scheme = scheme
         self._run: Directory | None = None
@@ -60,6 +63,7 @@ class DoubleBufferPublisher(Publisher):
         self._stale: dict[str, bytes] = {}
         self._receivers = Receivers(self._owned, 0)
         self._copier = Copier(scheme.threads)
+        self._rows = RowWriter(scheme.path, self._copier)
         self._pid = os.getpid()
         self._end: Finalize[None] | None = None
 
@@ -245,6 +249,7 @@ class DoubleBufferPublisher(Publisher):
         weights: WeightSource,
         deadline: Deadline,
         receivers: Sequence[str] | None = None,
+        crew: Crew | None = None,
     ) -> Published:
         began = time.perf_counter()
         self._require_newer(version)
@@ -266,8 +271,7 @@ class DoubleBufferPublisher(Publisher):
         try:
             generation.directory.remove(layout.slot_record(slot))
             writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
-            write_resident(generation, slot, inventory, writer)
-            streamed = write_stream(generation, slot, inventory, writer, deadline)
+            streamed = self._fill(generation, slot, inventory, writer, deadline, crew)
             digests = writer.digests()
             commit = Commit(
                 version,
@@ -313,6 +317,35 @@ class DoubleBufferPublisher(Publisher):
             log.warning("%s: old buffers could not be removed: %s", run.path, error)
         extract = looked + streamed
         return Published(nbytes, count, changed, extract, time.perf_counter() - began - extract)
+
+    def _fill(
+        self,
+        generation: Generation,
+        slot: int,
+        inventory: Inventory,
+        writer: SlotWriter,
+        deadline: Deadline,
+        crew: Crew | None,
+    ) -> float:
+        """Write all bytes of a version, with the help of the other ranks if there are any.
+
+        Returns:
+            The seconds the source took.
+        """
+        if crew is None:
+            write_resident(generation, slot, inventory, writer)
+            return write_stream(generation, slot, inventory, writer, deadline, inventory.streamed())
+        crew.start(ticket_of(generation.name, slot))
+        write_resident(generation, slot, inventory, writer)
+        write_rows(generation.slots[slot], inventory, writer)
+        for written in crew.finish(deadline):
+            adopt(written, writer)
+        return write_stream(generation, slot, inventory, writer, deadline, inventory.gathered())
+
+    def contribute(
+        self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline
+    ) -> dict[str, Any]:
+        return self._rows.write(ticket, inventory)
 
     def _require_newer(self, version: Version) -> None:
         if version.epoch != self._epoch:
@@ -406,6 +439,7 @@ class DoubleBufferPublisher(Publisher):
     def close(self) -> None:
         self._generation = None
         self._copier.close()
+        self._rows.close()
         self._run = self._lock = None
         if self._end is not None:
             self._end()

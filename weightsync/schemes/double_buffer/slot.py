@@ -24,7 +24,8 @@ def slot_size(manifest: Manifest) -> int:
 class Slot:
     """The mapping of one slot's bytes, and typed views into it."""
 
-    def __init__(self, mapping: mmap.mmap) -> None:
+    def __init__(self, mapping: mmap.mmap, file: os.stat_result) -> None:
+        self._file = file.st_dev, file.st_ino
         self.bytes = memoryview(mapping)
         with warnings.catch_warnings():
             # Readers' mappings are read-only on purpose; torch has no read-only tensors.
@@ -53,26 +54,41 @@ class Slot:
                     f"{generation.path}: {error.strerror} for a buffer of {size:,} bytes"
                 ) from None
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate))
+            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate), status)
         finally:
             os.close(fd)
 
     @classmethod
-    def open(cls, generation: Directory, number: int, size: int) -> Slot:
-        """Map a slot for reading.
+    def open(cls, generation: Directory, number: int, size: int, writable: bool = False) -> Slot:
+        """Map a slot that another process made.
 
         Raises:
             FileNotFoundError: it is gone. ProtocolError: the file is shorter than its manifest.
         """
         name = layout.slot_bytes(number)
-        fd = generation.open_file(name, os.O_RDONLY)
+        fd = generation.open_file(name, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            found = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            found = status.st_size
             if found < size:  # reading past its end would be a bus error
                 raise ProtocolError(f"{generation.path}/{name}: {found} bytes instead of {size}")
-            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=access), status)
         finally:
             os.close(fd)
+
+    def is_file(self, generation: Directory, number: int) -> bool:
+        """Whether this is the mapping of that very file, not of one that was there before."""
+        fd = generation.open_file(layout.slot_bytes(number), os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        return self._file == (status.st_dev, status.st_ino)
+
+    def offset(self, view: torch.Tensor) -> int:
+        """Where a view of the slot begins, in bytes."""
+        return view.data_ptr() - self._tensor.data_ptr()
 
     def view(self, spec: ParamSpec) -> torch.Tensor:
         """The tensor at its place in the slot."""

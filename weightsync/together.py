@@ -1,0 +1,146 @@
+"""One update by all ranks of a sharded trainer.
+
+*Gathered*: rank 0 publishes a stream, and all ranks gather its tensors bucket by bucket; while
+rank 0 sends a bucket the others wait for its next message, not in a collective. *Direct*: every
+rank writes the rows that it holds where the transport keeps them, nothing is gathered, and rank 0
+makes the version visible when all are done.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import SourceError, WeightSyncError
+from weightsync.ranks import Message, Ranks
+from weightsync.source import Inventory, Looked, WeightSource, read_weight
+from weightsync.transport import Crew, Published, Publisher
+from weightsync.version import Version
+from weightsync.weight import Weight, is_collective
+
+BUCKET = 64 << 20
+"""Bytes. What is gathered at a time, unless a single tensor is larger."""
+
+
+def lead(
+    ranks: Ranks,
+    publisher: Publisher,
+    version: Version,
+    inventory: Inventory,
+    deadline: Deadline,
+    receivers: Sequence[str] | None,
+    gather: bool | None,
+) -> Published:
+    """Publish as rank 0. The other ranks are in :func:`follow`.
+
+    Args:
+        gather: True gathers; False has every rank write its own rows, or fails; None does so
+            where the transport and the hosts allow it.
+
+    Raises:
+        SourceError: the ranks do not hold the same weights. Else as ``Publisher.publish``.
+    """
+    answers = ranks.collect("ready", deadline)
+    ranks.forget_older()
+    for rank, answer in enumerate(answers, 1):
+        if answer["fingerprint"] != inventory.manifest.fingerprint:
+            raise SourceError(
+                f"rank {rank} of the trainer holds other weights than rank 0: "
+                f"{answer['tensors']} tensors against {len(inventory.manifest.tensors)}, or other "
+                "names, shapes, dtypes or ties"
+            )
+    hosts = {socket.gethostname(), *(answer["host"] for answer in answers)}
+    direct = _is_direct(gather, publisher, hosts)
+    gathered = inventory.gathered() if direct else inventory.streamed()
+    looked = replace(inventory, rest=lambda: _led(ranks, inventory, gathered))
+    crew = _Crew(ranks) if direct else None
+    return publisher.publish(version, Looked(looked), deadline, receivers, crew)
+
+
+def _is_direct(gather: bool | None, publisher: Publisher, hosts: set[str]) -> bool:
+    if gather is True:
+        return False
+    able = publisher.takes_rows and len(hosts) == 1
+    if gather is False and not able:
+        why = "its ranks are on several hosts" if publisher.takes_rows else "this scheme cannot"
+        raise WeightSyncError(f"gather=False: each rank cannot write its own rows: {why}")
+    return able
+
+
+def follow(ranks: Ranks, publisher: Publisher, source: WeightSource, deadline: Deadline) -> Message:
+    """Do as rank 0 says, until it says that the update is over.
+
+    Returns:
+        What rank 0 says of it.
+
+    Raises:
+        WeightSyncError: what rank 0 raised.
+    """
+    answer: Message = {"host": socket.gethostname()}
+    with ranks.answering("ready", answer):
+        inventory = source.inventory()
+        answer["fingerprint"] = inventory.manifest.fingerprint
+        answer["tensors"] = len(inventory.manifest.tensors)
+    while True:
+        message = ranks.hear(deadline)
+        if "write" in message:
+            written: Message = {}
+            with ranks.answering("written", written):
+                written.update(publisher.contribute(message["write"], inventory, deadline))
+        elif "gather" in message:
+            for number in message["gather"]:
+                _read(inventory, number)
+        else:
+            return message
+
+
+def _led(
+    ranks: Ranks, inventory: Inventory, gathered: Sequence[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, each bucket whole before the first of it is handed out."""
+    for bucket in _buckets(inventory, gathered):
+        together = [number for number in bucket if is_collective(inventory.values[number])]
+        if together:
+            ranks.say({"gather": together})
+        tensors = [_read(inventory, number) for number in bucket][::-1]
+        for number in bucket:
+            # Popped, so that each is let go as soon as it is written.
+            yield inventory.manifest.tensors[number].name, tensors.pop()
+
+
+def _buckets(inventory: Inventory, numbers: Sequence[int]) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        value = inventory.values[number]
+        assert isinstance(value, Weight)
+        size = value.nbytes
+        if bucket and nbytes + size > BUCKET:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(number)
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+def _read(inventory: Inventory, number: int) -> torch.Tensor:
+    weight = inventory.values[number]
+    assert isinstance(weight, Weight)
+    return read_weight(inventory.manifest.tensors[number].name, weight)
+
+
+class _Crew(Crew):
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def start(self, ticket: dict[str, Any]) -> None:
+        self._ranks.say({"write": ticket})
+
+    def finish(self, deadline: Deadline) -> list[dict[str, Any]]:
+        return self._ranks.collect("written", deadline)
