@@ -11,6 +11,7 @@ what really has to be computed becomes a :class:`~weightsync.weight.Weight`.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from weightsync.errors import SourceError
 from weightsync.manifest import describe
 from weightsync.sources.mapping import _identity, _ties
-from weightsync.weight import Value, Weight, is_collective, read
+from weightsync.weight import Piece, Value, Weight, is_collective, read
 
 
 class Checkpoint:
@@ -114,9 +115,6 @@ class _Part:
     shape: tuple[int, ...]
     place: tuple[int, tuple[int, ...], int] | None
 
-    def __str__(self) -> str:
-        return describe(self.dtype, self.shape)
-
     def within(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.place is not None
         number, stride, offset = self.place
@@ -160,9 +158,9 @@ class _Origin:
 class _Plan:
     """How to make a checkpoint of values of these forms, with these ties.
 
-    ``renamed`` are the model's names with those of the checkpoint. ``kept`` are the names that
-    ``save_pretrained`` writes; those of ``origins`` that are not among them are further names of
-    tied weights.
+    A step is a recipe, or a name of the model's with that of the checkpoint. ``kept`` are the names
+    that ``save_pretrained`` writes; those of ``origins`` that are not among them are further names
+    of tied weights.
     """
 
     forms: dict[str, _Form]
@@ -248,7 +246,7 @@ def _recipes(model: nn.Module, forms: dict[str, _Form]) -> list[_Recipe]:
 
 
 def _observed(model: nn.Module, forms: dict[str, _Form], through: bool) -> list[_Recipe] | None:
-    """What the conversion makes of what; None if that cannot be said.
+    """What the conversion makes of what, in the model's order; None if that cannot be said.
 
     Args:
         through: look through ``contiguous()``: its result has the same elements as the tensor,
@@ -265,12 +263,14 @@ def _observed(model: nn.Module, forms: dict[str, _Form], through: bool) -> list[
         raise _failed(model, error) from error
     if watch.inputs_written:
         return None
+    order = {name: number for number, name in enumerate(forms)}
     makers: dict[str, list[str]] = {}  # each input with all inputs it is made into something with
     for name, tensor in made.items():
         sources = watch.sources(tensor)
         if not sources:
             raise SourceError(f"{name!r} is made of nothing that the model holds")
-        together = sorted({other for s in sources for other in makers.get(s, [s])})
+        joined = {other for source in sources for other in makers.get(source, [source])}
+        together = sorted(joined, key=order.__getitem__)
         makers.update(dict.fromkeys(together, together))
     outputs: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
     for name, tensor in made.items():
@@ -285,15 +285,17 @@ def _observed(model: nn.Module, forms: dict[str, _Form], through: bool) -> list[
             ),
             {},
         )
-        for inputs, tensors in outputs.items()
+        for inputs, tensors in sorted(outputs.items(), key=lambda item: order[item[0][0]])
     ]
 
 
 def _place(
     tensor: torch.Tensor, inputs: list[torch.Tensor]
 ) -> tuple[int, tuple[int, ...], int] | None:
+    as_it_is = not (tensor.is_conj() or tensor.is_neg())
     for number, whole in enumerate(inputs):
-        if _storage(whole) == _storage(tensor) and whole.dtype == tensor.dtype:
+        same = _storage(whole) == _storage(tensor) and whole.dtype == tensor.dtype
+        if same and as_it_is:
             return number, tensor.stride(), int(tensor.storage_offset())
     return None
 
@@ -381,6 +383,7 @@ class _Batch:
         self.recipe = recipe
         self.collective = any(map(is_collective, values))
         self.waiting: dict[int, torch.Tensor] = {}
+        self._pieces: dict[int, list[Piece] | None] = {}
         self._model = model
         self._values = values
         self._turn = turn
@@ -390,6 +393,20 @@ class _Batch:
         if number not in self.waiting:
             self.waiting = dict(enumerate(self._make()))
         return self.waiting.pop(number)
+
+    def pieces(self, number: int) -> list[Piece] | None:
+        part = self.recipe.parts[number]
+        if not self.recipe.views or part.place is None:
+            return None
+        whole = self._values[part.place[0]]
+        if not isinstance(whole, Weight):
+            return None
+        if part.place[0] not in self._pieces:
+            self._pieces[part.place[0]] = whole.pieces()
+        held, block = self._pieces[part.place[0]], _Block.of(part, whole.shape)
+        if held is None or block is None:
+            return None
+        return [piece for piece in map(block.share, held) if piece is not None]
 
     def identity(self) -> Hashable | None:
         identities = [
@@ -412,22 +429,17 @@ class _Batch:
         except Exception as error:
             raise _failed(self._model, error) from error
         for part in recipe.parts:
-            tensor = made.get(part.name)
-            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (part.dtype, part.shape):
-                what = "nothing" if tensor is None else describe(tensor.dtype, tensor.shape)
-                raise SourceError(f"the model's conversion made {what} of it instead of {part}")
+            _require(made.get(part.name), part)
         return [made[part.name] for part in recipe.parts]
 
     def _inputs(self) -> list[torch.Tensor]:
-        """The tensors the parts are made of, each as its form says."""
-        weights = sum(isinstance(value, Weight) for value in self._values)
+        """What the parts are made of, weights as they were said to be."""
         tensors = []
         for value in self._values:
             tensor = read(value).detach()
             if isinstance(value, Weight):
-                whole = tensor.contiguous()
-                # Reading the next one may overwrite this one.
-                tensor = whole.clone() if weights > 1 and whole is tensor else whole
+                _require(tensor, value)
+                tensor = tensor.contiguous()
             tensors.append(tensor)
         return tensors
 
@@ -453,6 +465,79 @@ class _Converted(Weight):
 
     def read(self) -> torch.Tensor:
         return self._batch.read(self._number)
+
+    def pieces(self) -> list[Piece] | None:
+        return self._batch.pieces(self._number)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where a part lies in the weight it is part of.
+
+    ``starts`` and ``sizes`` are for the weight's dimensions, ``dimensions`` says which of them
+    each of the part's is; None is one that the weight lacks, of size 1.
+    """
+
+    part: _Part
+    starts: list[int]
+    sizes: list[int]
+    dimensions: list[int | None]
+
+    @classmethod
+    def of(cls, part: _Part, whole: tuple[int, ...]) -> _Block | None:
+        """None if it is no block of the weight, or its rows do not follow each other there.
+
+        Depends on shapes alone, so that all ranks find the same.
+        """
+        assert part.place is not None
+        _, stride, offset = part.place
+        if 0 in whole or 0 in part.shape:
+            return None
+        starts, sizes = [], [1] * len(whole)
+        wide: dict[int, int | None] = {}
+        for dimension, step in enumerate(_strides(whole)):
+            starts.append(offset // step)
+            offset %= step
+            if whole[dimension] > 1:
+                wide[step] = dimension
+        dimensions: list[int | None] = []
+        for size, step, packed in zip(part.shape, stride, _strides(part.shape), strict=True):
+            own = wide.get(step) if size > 1 else None
+            if own is not None and step == packed:
+                sizes[own] = size
+            elif size > 1:
+                return None
+            dimensions.append(own)
+        ends = map(sum, zip(starts, sizes, strict=True))
+        if any(end > size for end, size in zip(ends, whole, strict=True)):
+            return None
+        return cls(part, starts, sizes, dimensions)
+
+    def share(self, piece: Piece) -> Piece | None:
+        """The part of a piece of the weight that lies in this block."""
+        assert self.part.place is not None
+        flat = len(piece.whole) != len(self.starts)
+        count = math.prod(self.part.shape)
+        starts, sizes = ([self.part.place[2]], [count]) if flat else (self.starts, self.sizes)
+        tensor, offsets = piece.tensor, []
+        for dimension, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            origin = piece.offsets[dimension]
+            begin = max(start, origin)
+            length = min(start + size, origin + tensor.shape[dimension]) - begin
+            if length <= 0:
+                return None
+            tensor = tensor.narrow(dimension, begin - origin, length)
+            offsets.append(begin - start)
+        if flat:
+            return Piece(tensor, (count,), tuple(offsets))
+        shape = [1 if d is None else tensor.shape[d] for d in self.dimensions]
+        where = tuple(0 if d is None else offsets[d] for d in self.dimensions)
+        return Piece(tensor.reshape(shape), self.part.shape, where)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a contiguous tensor."""
+    return [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
 
 
 # ---- the model's conversion ----
@@ -527,6 +612,16 @@ def _module_pattern(module: str) -> re.Pattern[str]:
     if _core_model_loading() is None:
         return re.compile(rf"(^|\.){module}($|\.)")
     return re.compile(module.replace("*", ".*"))
+
+
+def _require(tensor: torch.Tensor | None, said: _Part | Weight) -> None:
+    """
+    Raises:
+        SourceError: it is not of the dtype and shape that were promised.
+    """
+    if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (said.dtype, said.shape):
+        made = "nothing" if tensor is None else describe(tensor.dtype, tensor.shape)
+        raise SourceError(f"{made} was made for it instead of {describe(said.dtype, said.shape)}")
 
 
 def _failed(model: Any, error: Exception) -> SourceError:
