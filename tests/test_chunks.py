@@ -229,3 +229,29 @@ def test_a_closed_copier_starts_again(copier):
 def test_threads_by_default():
     assert 1 <= Copier().threads <= 8
     assert Copier(5).threads == 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.randoms(use_true_random=False), st.integers(2, 4))
+def test_several_writers_fill_one_slot(sizes, random, writers):
+    """Each byte by any of them: bytes and digests are those of one that writes everything."""
+    manifest = manifest_of(sizes)
+    geometry = Geometry(manifest)
+    arrays = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
+    slot = bytearray(max(1, manifest.nbytes))
+    shares = [[] for _ in range(writers)]
+    for spec, array in zip(manifest.tensors, arrays, strict=True):
+        cuts = sorted(random.randint(0, spec.nbytes) for _ in range(writers - 1))
+        for share, low, high in zip(shares, [0, *cuts], [*cuts, spec.nbytes], strict=True):
+            share.append((spec.offset + low, high - low, address(array) + low if high > low else 0))
+    ends = [SlotWriter(geometry, memoryview(slot), Copier(1)) for _ in range(writers)]
+    for writer, share in zip(ends, shares, strict=True):
+        random.shuffle(share)
+        columns = np.array(share, dtype=np.int64).reshape(-1, 3).T
+        writer.write_pieces(columns[0], columns[1], columns[2])
+    first, *others = ends
+    for writer in others:
+        first.adopt(*writer.digested())
+    expected, digests = reference(manifest, arrays)
+    assert bytes(slot[: manifest.nbytes]) == expected.tobytes()
+    assert first.digests().tolist() == digests

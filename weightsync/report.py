@@ -93,7 +93,7 @@ class SyncReport:
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> SyncReport:
         """The report that :meth:`to_dict` made, also after a way through JSON."""
-        fields = {**document, "version": Version(**document["version"])}
+        fields = {**document, "version": Version(*document["version"])}
         fields["seconds"] = Seconds(**document["seconds"])
         fields["missing"] = tuple(document["missing"])
         fields["unexpected"] = tuple(document["unexpected"])
@@ -104,5 +104,5 @@ class SyncReport:
 def _receiver(document: dict[str, Any]) -> ReceiverReport:
     fields = {**document, "seconds": Seconds(**document["seconds"])}
     for name in ("version", "attempted"):
-        fields[name] = Version(**document[name]) if document[name] else None
+        fields[name] = Version(*document[name]) if document[name] else None
     return ReceiverReport(**fields)

@@ -108,8 +108,10 @@ class Sender:
         if self._source is not None and not self._source.walked:
             inventory = self._source.inventory()
             manifest = inventory.manifest
-            if self._ranks is None and (self._group is not None or inventory.collective):
+            if self._ranks is None and inventory.collective:
                 self._ranks = Ranks(self._group)
+        if self._ranks is None and self._group is not None:
+            self._ranks = Ranks(self._group)
         if self._ranks is None:
             self._open(manifest, receivers, deadline)
             return

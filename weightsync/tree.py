@@ -130,6 +130,7 @@ _WRAPPERS = {
 _HOLDERS = {
     **_WRAPPERS,
     "peft.peft_model.PeftModel": "base_model",
+    "peft.mixed_model.PeftMixedModel": "base_model",
     "peft.tuners.tuners_utils.BaseTuner": "model",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "_fsdp_wrapped_module"
@@ -139,6 +140,7 @@ _HOLDERS = {
 _VISITORS = {
     # class -> module and function that knows it; imported only where the class is met
     "peft.peft_model.PeftModel": "weightsync.sources.peft:visit_model",
+    "peft.mixed_model.PeftMixedModel": "weightsync.sources.peft:visit_model",
     "peft.tuners.tuners_utils.BaseTuner": "weightsync.sources.peft:visit_tuner",
     "peft.tuners.tuners_utils.BaseTunerLayer": "weightsync.sources.peft:visit_layer",
     "peft.utils.other.AuxiliaryTrainingWrapper": "weightsync.sources.peft:visit_auxiliary",
@@ -149,7 +151,8 @@ _VISITORS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "weightsync.sources.fsdp1:visit"
     ),
-    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": (
+    "torch.distributed.fsdp.FSDPModule": "weightsync.sources.sharded:visit_fsdp2",
+    "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": (  # torch 2.6, 2.7
         "weightsync.sources.sharded:visit_fsdp2"
     ),
     "torch.distributed._composable.fsdp.fully_shard.FSDPModule": (  # before torch 2.6

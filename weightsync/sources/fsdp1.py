@@ -40,9 +40,9 @@ class Unit:
     @property
     def shard(self) -> torch.Tensor:
         """This rank's part: of equal length on all ranks, padded at the end."""
-        flat = self.flat._local_shard if self._handle.uses_sharded_strategy else self.flat
-        shard: torch.Tensor = flat.detach()
-        return shard
+        # Before its first forward pass a flat parameter is its shard.
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat)
+        return shard.detach()
 
     @property
     def writes(self) -> bool:

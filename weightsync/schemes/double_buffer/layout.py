@@ -20,6 +20,8 @@ HEAD = "head.json"
 SENDER_LOCK = "sender.lock"
 RECEIVERS = "receivers"
 MANIFEST = "manifest.json"
+CREW = "crew"
+"""Marks a generation into which several processes write: one of them may outlive the sender."""
 
 MAX_HEAD = 1 << 20
 MAX_MANIFEST = 1 << 30
@@ -68,7 +70,7 @@ def slot_digests(slot: int) -> str:
 
 def is_generation_file(name: str) -> bool:
     """Whether a file in a generation's directory is one of ours."""
-    return name == MANIFEST or bool(_SLOT_FILE.match(name)) or is_temporary(name)
+    return name in (MANIFEST, CREW) or bool(_SLOT_FILE.match(name)) or is_temporary(name)
 
 
 def is_temporary(name: str) -> bool:

@@ -217,7 +217,10 @@ class DoubleBufferPublisher(Publisher):
                 continue
             try:
                 generation = run.subdirectory(name)
-                slots = {entry for entry in generation.names() if entry.endswith(".bin")}
+                names = generation.names()
+                slots = {entry for entry in names if entry.endswith(".bin")}
+                if layout.CREW in names:
+                    continue  # a rank of the dead trainer may still be writing there
                 data = generation.read(layout.MANIFEST, layout.MAX_MANIFEST)
                 if slots == wanted and _same(Manifest.from_json(data), manifest):
                     return name
@@ -335,6 +338,8 @@ class DoubleBufferPublisher(Publisher):
         if crew is None:
             write_resident(generation, slot, inventory, writer)
             return write_stream(generation, slot, inventory, writer, deadline, inventory.streamed())
+        if not generation.directory.status(layout.CREW):
+            generation.directory.replace(layout.CREW, b"")
         crew.start(ticket_of(generation.name, slot))
         write_resident(generation, slot, inventory, writer)
         write_rows(generation.slots[slot], inventory, writer)
