@@ -5,6 +5,12 @@ and in the shape that the weight had before, one tensor at a time. The scales th
 a weight into a ``state_dict`` (``weight.absmax``, ``SCB``, ...) mean nothing without the packed
 bytes, and are never sent. A layer that is not quantised yet holds plain floats: they are sent as
 they are.
+
+Others (GPTQ, AWQ, HQQ, compressed-tensors, fp8, ...) each pack in a way of their own: their layers
+are refused with all that lies beside the packed bytes, under names that only an engine with the
+same packing would know. They are met in two ways, never by the look of a name: a layer is of a
+library that packs, or it holds bytes that are no floats in a transformers model whose quantizer
+packs. So what a quantizer left as it was, or unpacked while it was loaded, is sent.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ def weight_of(tensor: torch.Tensor) -> Weight | None:
     Raises:
         SourceError: it is packed, and what is needed to unpack it is not there.
     """
+    if isinstance(tensor, _Refused):
+        raise SourceError(tensor.reason)
     if hasattr(tensor, "quant_state"):  # Params4bit
         return _unpacked(tensor, tensor.quant_state, None)
     if hasattr(tensor, "SCB"):  # Int8Params
@@ -50,10 +58,12 @@ def dense_weight(module: nn.Module) -> Value:
     :func:`as_stored` turns what came of it into the checkpoint's layout.
 
     Raises:
-        SourceError: it is packed, and what is needed to unpack it is not there; does not know
-            its own name.
+        SourceError: it is packed in another way, or what is needed to unpack it is not there;
+            does not know its own name.
     """
-    weight: Any = module.weight
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise SourceError(f"a {type(module).__name__} holds no weight that can be read")
     state = getattr(weight, "quant_state", None)
     scales = getattr(weight, "SCB", None)
     if state is None:
@@ -77,17 +87,51 @@ def as_stored(module: nn.Module, value: Value) -> Value:
 
 def visit_linear(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A bitsandbytes layer: its weight and bias, without the scales that lie beside them."""
+    weight: Any = module.weight
     try:
         walk.add(prefix + "weight", as_stored(module, dense_weight(module)))
     except SourceError as error:
-        raise SourceError(f"tensor {prefix + 'weight'!r} cannot be sent: {error}") from None
+        walk.add(prefix + "weight", _refused(weight, str(error)))
     for name, value in module._parameters.items():
         if value is not None and name != "weight":
             walk.add(prefix + name, value)
     walk.children(module, prefix)
 
 
-@dataclass(frozen=True)
+def visit_parametrization(module: nn.Module, prefix: str, walk: Walk) -> None:
+    """What bitsandbytes puts around a parameter outside of its own layers (experts)."""
+    # <owner>.parametrizations.<name>.0. beside <owner>.parametrizations.<name>.original
+    beside = prefix.removesuffix(".").rpartition(".")[0]
+    owner, _, name = beside.rpartition("parametrizations.")
+    packed = walk.found.pop(f"{beside}.original")
+    walk.add(owner + name, _unpacked(packed, module.quant_state, None) or packed)
+
+
+def visit_pretrained(module: nn.Module, prefix: str, walk: Walk) -> None:
+    """A transformers model: what its quantizer packed is refused, unless it is bitsandbytes'."""
+    method = _quantizer(module)
+    foreign = method is not None and method != "bitsandbytes"
+    inside = Walk() if foreign else walk
+    inside.own(module, prefix)
+    inside.children(module, prefix)
+    if not foreign:
+        return
+    packed = {_owner(name) for name, value in inside.found.items() if _is_packed(value)}
+    for name, value in inside.found.items():
+        refuse = _owner(name) in packed
+        walk.add(name, _refused(value, _PACKED.format(method)) if refuse else value)
+
+
+def visit_packed_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
+    """A layer of a library that packs weights in a way of its own: all it holds is refused."""
+    inside = Walk()
+    inside.own(module, prefix)
+    for name, value in inside.found.items():
+        walk.add(name, _refused(value, _PACKED.format(f"a {type(module).__name__}")))
+    walk.children(module, prefix)
+
+
+@dataclass(frozen=True, eq=False)
 class Dequantised(Weight):
     """A packed parameter, unpacked by bitsandbytes when it is read."""
 
@@ -110,7 +154,7 @@ class Dequantised(Weight):
             return self.unpack(read(self.packed).detach())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transposed(Weight):
     """A weight the other way round."""
 
@@ -150,7 +194,9 @@ def _unpacked(
     if state is not None and type(state).__name__ != "QuantState":
         raise SourceError(f"its bytes are packed in a way not known here ({type(state).__name__})")
     packed = _whole(parameter)
-    if packed.dtype.is_floating_point:
+    if isinstance(packed, torch.Tensor) and packed.is_meta:
+        raise SourceError("it is on the meta device and holds no values (offloaded?)")
+    if packed.dtype in _PLAIN_DTYPES:
         # Packed bytes may be stored as floats, but never in the shape of the values.
         shape = dense if state is None else tuple(state.shape)
         plain = not getattr(parameter, "bnb_quantized", False)
@@ -163,9 +209,55 @@ def _unpacked(
         rows = tuple(packed.shape)
         return Dequantised(parameter, packed, torch.float32, rows, _EightBits(scales))
     raise SourceError(
-        f"bitsandbytes packed it into {packed.dtype}, and the scales that unpack it are not there"
-        " (pass the module that holds it)"
+        f"it is packed into {packed.dtype}, and the scales that unpack it are not there (pass the "
+        "module that holds it)"
     )
+
+
+class _Refused(torch.Tensor):
+    """A tensor that is not to be sent. It is refused by name, as any other, if it would be."""
+
+    reason: str
+
+
+_PACKED = (
+    "{} packed it or what lies beside it; dequantise the model first (its dequantize(), or "
+    "dequantize=True in its configuration), leave it out by exclude=, or pass state_dict() where "
+    "the engine packs in the same way"
+)
+
+
+def _refused(value: Any, reason: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # A subclass that has a form of its own (a DTensor) takes no other class: its name is enough.
+    own_form = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    refused = (torch.empty(0) if own_form else value.detach()).as_subclass(_Refused)
+    refused.reason = reason
+    return refused
+
+
+_PLAIN_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.complex128, torch.complex64, torch.complex32),
+    *(torch.int64, torch.bool),  # counters and masks: nobody packs into these
+}
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype not in _PLAIN_DTYPES
+
+
+def _quantizer(model: Any) -> str | None:
+    """The method by which transformers quantised a model; None if it did not."""
+    config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    method = getattr(config, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def _owner(name: str) -> str:
+    """The name of the module that a tensor belongs to."""
+    return name.rpartition(".")[0]
 
 
 def _whole(parameter: torch.Tensor) -> Value:
@@ -174,11 +266,12 @@ def _whole(parameter: torch.Tensor) -> Value:
 
 
 def _dense_shape(module: Any) -> tuple[int, ...] | None:
-    """The shape that a layer's weight has when it is not packed."""
-    for rows, columns in (("out_features", "in_features"), ("num_embeddings", "embedding_dim")):
-        if hasattr(module, rows):
-            return getattr(module, rows), getattr(module, columns)
-    return None
+    """The shape that the weight of a bitsandbytes layer has when it is not packed."""
+    if not any(base.__module__ == "bitsandbytes.nn.modules" for base in type(module).__mro__):
+        return None
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return module.out_features, module.in_features
 
 
 @dataclass(frozen=True)
@@ -215,7 +308,7 @@ def _packed_as_usual(packed: torch.Tensor, state: Any) -> tuple[torch.Tensor, An
     from bitsandbytes import functional
 
     state = copy.copy(state)
-    scales, shape = state.absmax.t().reshape(-1).float(), state.shape
+    scales = state.absmax.t().reshape(-1).float()
     state.original_nested = False  # the scales are not to be packed again
     packed, state = functional._convert_weight_packed_for_cpu_inverse(packed, state)
     state.absmax = scales
