@@ -14,9 +14,10 @@ from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import EngineError, MismatchError
 from weightsync.manifest import Manifest, ParamSpec, describe
+from weightsync.sources.transformers import checkpoint_of
 from weightsync.tensors import Facts
 from weightsync.transport import Targets
-from weightsync.tree import state_of
+from weightsync.tree import inside, state_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class ModuleEngine(Engine):
     """Writes into a module's parameters and persistent buffers, in place.
 
     Addresses, ties, views, ``requires_grad`` and attributes stay as they are. Names are those of
-    ``state_dict``.
+    the module without its wrappers; a transformers model also takes those of its checkpoint, into
+    the parts of its own tensors that they name (an expert of a packed tensor).
 
     Args:
         target: the module, or the mapping.
@@ -122,10 +124,10 @@ class ModuleEngine(Engine):
 
     def _plan(self, manifest: Manifest) -> _Plan:
         """Where each tensor goes. Made anew when the manifest or the tensors changed."""
-        own = self._tensors()
-        names = list(own)
+        held = self._tensors()
+        names = list(held)
         try:
-            facts = Facts.of(list(own.values()))
+            facts = Facts.of(list(held.values()))
         except (RuntimeError, ValueError):
             facts = None  # something has no memory: it is refused by name below
         known = self._known
@@ -136,8 +138,9 @@ class ModuleEngine(Engine):
             or known.names != names
             or known.facts != facts
         ):
-            for name, tensor in own.items():
+            for name, tensor in held.items():
                 _require_memory(name, tensor)
+            own = self._named(held, manifest)
             fit, chosen = self._fit(own, manifest)
             whole: dict[str, torch.Tensor] = {}
             rows: dict[str, torch.Tensor] = {}
@@ -193,6 +196,33 @@ class ModuleEngine(Engine):
                 name = next(name for name, value in found.items() if type(value) is kind)
                 raise EngineError(f"{name!r} is a {kind.__name__}, not a tensor")
         return found
+
+    def _named(
+        self, held: dict[str, torch.Tensor], manifest: Manifest
+    ) -> Mapping[str, torch.Tensor]:
+        """The tensors under the names that were sent: a checkpoint's, or the module's own.
+
+        Raises:
+            EngineError: a checkpoint's tensor is no part of the module's memory.
+        """
+        target = self._target
+        layout = checkpoint_of(inside(target)) if isinstance(target, nn.Module) else None
+        if layout is None:
+            return held
+        parts = layout.convert(dict(held))
+        if parts.keys() == held.keys():
+            return held
+        sent = set(manifest.names())
+        if len(sent & held.keys()) > len(sent & parts.keys()):
+            return held
+        computed = [name for name, part in parts.items() if not isinstance(part, torch.Tensor)]
+        if computed:
+            raise EngineError(
+                f"{_some(tuple(computed))}: the checkpoint's tensor is computed from this "
+                "module's, so that it cannot be written in place; send the model's own names, as "
+                "a mapping (model.state_dict())"
+            )
+        return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
 
     @staticmethod
     def _choose(own: Mapping[str, torch.Tensor], manifest: Manifest) -> list[str]:
