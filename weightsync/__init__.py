@@ -24,6 +24,8 @@ _PUBLIC = {
     "Manifest": "weightsync.manifest",
     "ParamSpec": "weightsync.manifest",
     "WeightSource": "weightsync.source",
+    "AdapterSource": "weightsync.sources.adapter",
+    "VLLMAdapter": "weightsync.engines.vllm_adapter",
     "Publisher": "weightsync.transport",
     "Subscriber": "weightsync.transport",
     "Snapshot": "weightsync.transport",
@@ -66,6 +68,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from weightsync.engine import Engine, Update, Verification
+    from weightsync.engines.vllm_adapter import VLLMAdapter
     from weightsync.errors import (
         CorruptError,
         DeadlineError,
@@ -96,5 +99,6 @@ if TYPE_CHECKING:
     from weightsync.schemes.double_buffer import DoubleBufferScheme
     from weightsync.sender import Sender
     from weightsync.source import WeightSource
+    from weightsync.sources.adapter import AdapterSource
     from weightsync.transport import Publisher, Snapshot, Subscriber
     from weightsync.version import Version
