@@ -8,12 +8,13 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
 	@echo "make test       lint, types and the test suite (real vLLM on the CPU included)"
 	@echo "make test-slow  the long kill, torn-read and soak loops"
+	@echo "make bench-sources  what extraction costs: plain, LoRA, two FSDP2 ranks"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -46,6 +47,10 @@ test-slow: $(READY)
 bench: $(READY)
 	@echo "== publish and apply against a plain warm copy"
 	$(BIN)/python benchmarks/double_buffer.py $(ARGS)
+
+bench-sources: $(READY)
+	@echo "== extraction: a plain module, LoRA, two FSDP2 ranks"
+	$(BIN)/python benchmarks/sources.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

@@ -24,7 +24,8 @@ from weightsync.version import Version
 from weightsync.weight import Weight, is_collective
 
 BUCKET = 64 << 20
-"""Bytes. What is gathered at a time, unless a single tensor is larger."""
+"""Bytes. What gathering a bucket takes at most, unless a single tensor is larger: half of it are
+the tensors, the rest is left for the copies that the collectives make on their way."""
 
 
 def lead(
@@ -120,7 +121,7 @@ def _buckets(inventory: Inventory, numbers: Sequence[int]) -> Iterator[list[int]
         value = inventory.values[number]
         assert isinstance(value, Weight)
         size = value.nbytes
-        if bucket and nbytes + size > BUCKET:
+        if bucket and nbytes + size > BUCKET // 2:
             yield bucket
             bucket, nbytes = [], 0
         bucket.append(number)

@@ -9,40 +9,8 @@ import torch
 import weightsync as ws
 from tests.conftest import assert_all_same, read
 from tests.live import trainers
-from tests.live.processes import Peer, PeerError
-
-
-class World:
-    """The ranks of one trainer, each a process. What is called runs on all of them at once."""
-
-    def __init__(self, size, store, **options):
-        self.peers = [Peer() for _ in range(size)]
-        for rank, one in enumerate(self.peers):
-            one.start(trainers.join, rank, size, store, **options)
-        for one in self.peers:
-            one.result()
-
-    def __call__(self, function, *args, within=60.0, **options):
-        for outcome in self.outcomes(function, *args, within=within, **options):
-            if isinstance(outcome, PeerError):
-                raise outcome
-        return self._outcomes
-
-    def outcomes(self, function, *args, within=60.0, **options):
-        """Likewise, with the error of each rank that raised one."""
-        for peer in self.peers:
-            peer.start(function, *args, **options)
-        self._outcomes = []
-        for peer in self.peers:
-            try:
-                self._outcomes.append(peer.result(within))
-            except PeerError as error:
-                self._outcomes.append(error)
-        return self._outcomes
-
-    def dispose(self):
-        for peer in self.peers:
-            peer.dispose()
+from tests.live.processes import PeerError
+from tests.live.world import World
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +134,7 @@ def test_a_tie_is_sent_once(world, run_dir, gather):
     ranks(trainers.build, "fsdp2", tied=True)
     ranks(trainers.connect, run_dir, gather=gather)
     ranks(trainers.update, 1)
-    sent = read(ends_of(run_dir))[1]
+    manifest, sent = read(ends_of(run_dir))
     assert manifest.aliases == {"head.weight": "embed.weight"}
     whole = expected(tied=True)
     del whole["head.weight"]
@@ -300,6 +268,17 @@ def test_each_byte_is_written_once(world, run_dir):
     reports = ranks(trainers.update, 1)
     buffers = sum(b.nbytes for n, b in trainers.plain().state_dict().items() if "scale" in n)
     assert reports[0]["nbytes"] == parameters + buffers
+
+
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "direct"])
+def test_memory_is_that_of_a_bucket(mortal, run_dir, gather):
+    """G6: a model of 100 MB is never whole in the memory of any rank."""
+    ranks = mortal(2)
+    ranks(trainers.build, "fsdp2", width=1152, blocks=3)
+    ranks(trainers.connect, run_dir, gather=gather)
+    ranks(trainers.update, 1)
+    for peak in ranks(trainers.peak_of_update, bucket=16 << 20):
+        assert peak < 60 << 20
 
 
 @pytest.mark.parametrize("gather", [True, False], ids=["gathered", "direct"])

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -31,10 +32,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Odd sizes, so that no rank's share is even; a buffer, and a tie if wanted."""
 
-    def __init__(self, width=10, tied=False):
+    def __init__(self, width=10, tied=False, blocks=3):
         super().__init__()
         self.embed = nn.Embedding(23, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, 23, bias=False)
         self.temperature = nn.Parameter(torch.rand(1))
         if tied:
@@ -124,10 +125,10 @@ def _mesh(*shape, names=None):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def fsdp2(model, **options):
+def fsdp2(model, layers="layers", **options):
     from torch.distributed.fsdp import fully_shard
 
-    for layer in model.layers:
+    for layer in model.get_submodule(layers):
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
@@ -314,6 +315,29 @@ def written(state):
     """How many bytes this rank would write itself, of a direct update."""
     inventory = state.sender._source.inventory()
     return sum(piece.tensor.nbytes for _, piece in inventory.pieces())
+
+
+def peak_of_update(state, bucket):
+    """How many bytes of memory of its own this rank takes for an update at most."""
+    together.BUCKET = bucket
+    over, seen = threading.Event(), [anonymous()]
+
+    def watch():
+        while not over.wait(0.0005):
+            seen.append(anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    state.sender.update_weights()
+    over.set()
+    thread.join()
+    return max(seen) - seen[0]
+
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon:"))
+    return int(line.split()[1]) << 10
 
 
 def keep_updating(state, seconds):
