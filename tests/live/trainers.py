@@ -359,3 +359,47 @@ def register(state):
 
 def connect_group(state, path):
     connect(state, path, model=False, group=dist.group.WORLD)
+
+
+def publish_constants(state, seconds):
+    """Fill all parameters with the version's number and publish, until the time is up."""
+    end = time.monotonic() + seconds
+    number = state.sender.version.number + 1 if state.sender.version else 1
+    while time.monotonic() < end:
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.fill_(number)
+        state.sender.update_weights(version=number, timeout=5)
+        number += 1
+    return number
+
+
+def read_constants(state, path, seconds):
+    """Read the newest version over and over; returns how many were read, and the torn ones."""
+    from weightsync.deadline import Deadline
+
+    end = time.monotonic() + seconds
+    seen, torn = set(), []
+    while time.monotonic() < end:
+        subscriber = ws.DoubleBufferScheme(path).create_subscriber()
+        try:
+            subscriber.open(Deadline(1))
+            version = subscriber.wait(None, Deadline(0.2))
+            if version is None:
+                continue
+            with subscriber.snapshot(version, Deadline(1)) as snapshot:
+                snapshot.verify()
+                values = {
+                    bound.item()
+                    for name, tensor in snapshot
+                    if not name.endswith("scale")
+                    for bound in tensor.aminmax()
+                }
+            seen.add(version)
+            if values != {float(version.number)}:
+                torn.append((version, sorted(values)))
+        except (ws.DeadlineError, ws.VersionGoneError, FileNotFoundError):
+            pass
+        finally:
+            subscriber.close()
+    return len(seen), torn
