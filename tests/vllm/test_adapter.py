@@ -301,6 +301,42 @@ def test_base_and_adapter_side_by_side(llm, ends, base, path):
                 assert greedy(llm, None, prompts) == expected(new, prompts)
 
 
+def test_experts_that_vllm_would_leave_aside_are_refused(path, tmp_path):
+    """It reports success for them. No tokens: on the CPU it has no LoRA for experts."""
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        sliding_window=None,
+        architectures=["MixtralForCausalLM"],
+        torch_dtype="float32",
+    )
+    config.save_pretrained(tmp_path)
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = make_model(config, seed=1)
+    llm = make_llm(tmp_path, enable_lora=True, max_lora_rank=8)
+    engine = ws.VLLMAdapter(llm)
+    scheme = ws.DoubleBufferScheme(path)
+    try:
+        with scheme.create_sender() as sender, scheme.create_receiver(engine) as receiver:
+            sender.connect()
+            sender.attach(receiver)
+            sender.update_weights(
+                ws.AdapterSource(make_adapter(model, 1, target_modules=["q_proj"]))
+            )
+            peft = make_adapter(model, 1, target_modules=[], target_parameters=stacked)
+            with pytest.raises(ws.ReceiverError, match="enable_mixed_moe_lora_format=True"):
+                sender.update_weights(ws.AdapterSource(peft))
+    finally:
+        stop(llm)
+
+
 # ---------------------------------------------------------------- without an engine
 
 

@@ -170,6 +170,11 @@ class VLLMAdapter(Engine):
         snapshot = update.snapshot
         config = bytes(snapshot.tensor(CONFIG_NAME).numpy())
         self._require_legal(_parsed(config))
+        # PEFT stacks the experts of a layer (target_parameters) in one tensor.
+        marks = (".experts.lora_", ".experts.base_layer.lora_")
+        stacked = any(mark in name for name in snapshot.manifest.by_name for mark in marks)
+        if stacked:
+            self._require_stacked_experts()
         folder = _Folder(snapshot.manifest.payload, owner=self._llm)
         try:
             folder.write(snapshot, config)
@@ -177,8 +182,12 @@ class VLLMAdapter(Engine):
             folder.remove()
             raise
         number = next(_numbers)
-        name = f"{self.name}@{update.version}#{number}"
-        return _Adapter(update.version, LoRARequest(name, _FIRST_ID + number, folder.path), folder)
+        request = LoRARequest(
+            f"{self.name}@{update.version}#{number}", _FIRST_ID + number, folder.path
+        )
+        if hasattr(request, "is_3d_lora_weight"):
+            request.is_3d_lora_weight = stacked
+        return _Adapter(update.version, request, folder)
 
     def _require_legal(self, config: dict[str, Any]) -> None:
         """
@@ -196,6 +205,22 @@ class VLLMAdapter(Engine):
             PEFTHelper.from_dict(config).validate_legal(self._lora_config)
         except (ValueError, TypeError) as error:
             raise EngineError(f"vLLM refuses adapter {self.name!r}: {error}") from None
+
+    def _require_stacked_experts(self) -> None:
+        """vLLM loads stacked experts into any model, and leaves them aside in most.
+
+        Raises:
+            EngineError: in this one too.
+        """
+        from vllm.model_executor.model_loader.utils import get_model_cls
+
+        model = get_model_cls(self._llm.llm_engine.vllm_config.model_config)
+        mixed = getattr(self._lora_config, "enable_mixed_moe_lora_format", False)
+        if not mixed and not getattr(model, "is_3d_moe_weight", False):
+            raise EngineError(
+                f"vLLM keeps the experts of {model.__name__} apart, the adapter has them stacked "
+                "(target_parameters): make the LLM with enable_mixed_moe_lora_format=True"
+            )
 
     def _unload(self, adapter: _Adapter) -> None:
         with contextlib.suppress(Exception):  # gone from its cache already, or all of it is gone
