@@ -1,11 +1,15 @@
 """Every code block in README and docs runs (those with vLLM: tests/vllm/test_docs.py)."""
 
 import re
+import socket
 
 import pytest
 import torch
 
+from tests.conftest import Ends, assert_all_same, read
 from tests.docs import PAGES, ROOT, blocks, run
+from tests.live import trainers
+from tests.live.world import World
 from weightsync.version import Version
 
 WITH_VLLM = {("README.md", "engine")}
@@ -22,6 +26,8 @@ def test_all_blocks_are_known_here():
         ("README.md", "trainer"),
         ("docs/getting-started.md", "one process"),
         ("docs/getting-started.md", "configuration"),
+        ("docs/sources.md", "options"),
+        ("docs/sources.md", "ranks"),
     }
     assert found == tested | WITH_VLLM
 
@@ -38,6 +44,38 @@ def test_one_process(run_dir):
 
 def test_configuration(run_dir):
     run("docs/getting-started.md", "configuration", run_dir)
+
+
+def test_options_of_a_source(run_dir):
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(2, 2) for name in ("body", "norm", "value_head")}
+    )
+    names = run("docs/sources.md", "options", run_dir, model=model)
+    manifest = names["sender"]._source.manifest()
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    assert dtypes["policy.body.weight"] == torch.bfloat16
+    assert dtypes["policy.norm.weight"] == torch.float32
+    assert len(dtypes) == 4
+    names["sender"].shutdown()
+
+
+@pytest.mark.live
+def test_ranks_of_a_trainer(run_dir, tmp_path):
+    """What every rank of a torchrun does."""
+    ranks = World(2, tmp_path / "store", join=False)
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environments = trainers.torchrun(2, port)
+        for peer, environment in zip(ranks.peers, environments, strict=True):
+            peer.start(trainers.run_page, "docs/sources.md", "ranks", run_dir, environment)
+        for peer in ranks.peers:
+            peer.result(60)
+        assert_all_same(read(Ends(run_dir))[1], dict(trainers.plain().state_dict()))
+        ranks(trainers.end_senders)
+    finally:
+        ranks.dispose()
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])

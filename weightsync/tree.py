@@ -122,6 +122,7 @@ _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
         "_checkpoint_wrapped_module"
     ),

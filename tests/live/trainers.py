@@ -403,3 +403,25 @@ def read_constants(state, path, seconds):
         finally:
             subscriber.close()
     return len(seen), torn
+
+
+def torchrun(size, free_port):
+    """The environment variables that torchrun gives each rank."""
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port),
+        }
+        for rank in range(size)
+    ]
+
+
+def run_page(state, page, name, run_dir, environment):
+    """Execute a block of a page as a rank of a torchrun."""
+    from tests.docs import run
+
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    state.sender = run(page, name, run_dir, model=plain())["sender"]

@@ -7,8 +7,10 @@ from tests.live.processes import Peer, PeerError
 class World:
     """The ranks of one trainer, each a process. What is called runs on all of them at once."""
 
-    def __init__(self, size, store, **options):
+    def __init__(self, size, store, join=True, **options):
         self.peers = [Peer() for _ in range(size)]
+        if not join:
+            return
         for rank, one in enumerate(self.peers):
             one.start(trainers.join, rank, size, store, **options)
         for one in self.peers:
