@@ -63,10 +63,13 @@ class Gathered(Weight):
                 f"it is a ZeRO-3 placeholder that is {status}: a forward pass that was not "
                 "completed is gathering it"
             )
-        gathered = sys.modules["deepspeed"].zero.GatheredParameters
-        with gathered([parameter], modifier_rank=None):
-            # A copy: closing the context frees what it gathered.
-            whole: torch.Tensor = parameter.detach().clone()
+        deepspeed: Any = sys.modules["deepspeed"]
+        try:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+                # A copy: closing the context frees what it gathered.
+                whole: torch.Tensor = parameter.detach().clone()
+        except RuntimeError as error:
+            raise SourceError(f"DeepSpeed cannot gather it: {error}") from error
         return whole
 
 
