@@ -18,6 +18,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+BERT = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
 EXPERTS = {
     "moe_intermediate_size": 24,
     "num_experts": 4,
@@ -95,11 +96,6 @@ def _bart():
     )  # fmt: skip
 
 
-def _bert():
-    sizes = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads",)}
-    return t.BertForMaskedLM(t.BertConfig(**sizes))
-
-
 MODELS = {
     # dense
     "llama": _causal(t.LlamaConfig),
@@ -174,10 +170,24 @@ MODELS = {
         t.Mistral3ForConditionalGeneration, t.Mistral3Config, _text(t.MistralConfig),
         lambda: t.PixtralVisionConfig(**VISION),
     ),
+    # the checkpoint fuses what the model holds apart
+    "hrm_text": _causal(t.HrmTextConfig, num_layers_per_stack=1, num_key_value_heads=4),
+    "gte": lambda: t.GteForMaskedLM(t.GteConfig(**BERT)),
+    "nomic_bert": lambda: t.NomicBertForMaskedLM(t.NomicBertConfig(**BERT, head_dim=8)),
+    "ernie4_5_vl_moe": _vision(
+        t.Ernie4_5_VLMoeForConditionalGeneration, t.Ernie4_5_VLMoeConfig,
+        lambda: {
+            **TEXT, "moe_intermediate_size": [24, 16], "moe_k": 2, "moe_num_experts": 4,
+            "mlp_layer_types": ["dense", "sparse"], "rope_parameters": ROPE,
+        },
+        lambda: {
+            key: value for key, value in QWEN_VISION.items() if key != "out_hidden_size"
+        },
+    ),
     # encoder and decoder
     "t5": _t5,
     "bart": _bart,
-    "bert": _bert,
+    "bert": lambda: t.BertForMaskedLM(t.BertConfig(**BERT)),
 }  # fmt: skip
 
 
