@@ -54,10 +54,13 @@ def plain(seed=0, **options):
     return Model(**options)
 
 
-def join(state, rank, size, store, seconds=60.0):
+def join(state, rank, size, store, seconds=60.0, on_gpu=False):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if on_gpu:  # all on the first one, which NCCL takes for GPUs of several hosts
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo",
+        "nccl" if on_gpu else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -66,8 +69,8 @@ def join(state, rank, size, store, seconds=60.0):
     state.rank, state.size = rank, size
 
 
-def build(state, kind, **options):
-    state.model = KINDS[kind](plain(**options))
+def build(state, kind, device="cpu", **options):
+    state.model = KINDS[kind](plain(**options).to(device))
 
 
 def connect(state, path, timeout=30.0, model=True, scheme=None, **options):
@@ -122,7 +125,8 @@ def end_senders(state):
 def _mesh(*shape, names=None):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def fsdp2(model, layers="layers", **options):
@@ -132,6 +136,12 @@ def fsdp2(model, layers="layers", **options):
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def fsdp2_offloaded(model):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return fsdp2(model.cpu(), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def fsdp2_ignoring(model):
@@ -189,8 +199,9 @@ def fsdp1(model, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+    device = next(model.parameters()).device
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **options
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options
     )
 
 
@@ -210,6 +221,7 @@ def data_parallel(model):
 
 KINDS = {
     "fsdp2": fsdp2,
+    "fsdp2, offloaded": fsdp2_offloaded,
     "fsdp2, head ignored": fsdp2_ignoring,
     "fsdp2, columns": fsdp2_columns,
     "fsdp2, checkpointed": fsdp2_checkpointed,
