@@ -21,11 +21,15 @@ Visitor = Callable[[nn.Module, str, "Walk"], None]
 
 
 class Walk:
-    """A walk through a module and its children that collects tensors under their names."""
+    """A walk through a module and its children that collects tensors under their names.
 
-    def __init__(self) -> None:
+    Args:
+        within: the walk of which this is a detour, with a collection of its own.
+    """
+
+    def __init__(self, within: Walk | None = None) -> None:
         self.found: dict[str, Any] = {}
-        self._replaced: dict[int, dict[str, Any]] = {}
+        self._replaced: dict[int, dict[str, Any]] = {} if within is None else within._replaced
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Take something else for a parameter of a module that is still to be visited."""

@@ -105,12 +105,6 @@ class Flat(Weight):
 def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
     """An FSDP unit, and the units inside."""
     wrapped: Any = module
-    for child in module.modules():
-        if any(base.__name__ == "BaseTunerLayer" for base in type(child).__mro__):
-            raise SourceError(
-                f"module {prefix.rstrip('.')!r}: adapters inside FullyShardedDataParallel cannot "
-                "be merged from its flat parameters; use fully_shard (FSDP2)"
-            )
     handle = wrapped._handle
     if handle is not None:
         unit = Unit(module, handle)

@@ -71,10 +71,10 @@ def visit_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A ``BaseTunerLayer`` (``lora.Linear``, ...), which may be around another one."""
     layers = dict(_nested(module))
     base = list(layers.values())[-1].base_layer
-    inner = Walk()
+    inner = Walk(walk)
     inner.visit(base, "")
     merged: dict[str, Value] = {}
-    parts = _Parts()
+    parts = _Parts(walk)
     for around, written in _together(layers, inner.found, prefix):
         if not parts.found:
             parts.visit(module, "")
@@ -418,8 +418,8 @@ def _twin(
     module = inside(module)
     kind: Any = type(module)
     twin: Any = object.__new__(_twin_class(kind))
-    state = {name: _copied(value) for name, value in vars(module).items() if not _calls(name)}
-    state.update({name: type(value)() for name, value in vars(module).items() if "_hooks" in name})
+    state = vars(nn.Module())
+    state |= {name: _copied(value) for name, value in vars(module).items() if name not in _CALLS}
     state["_parameters"] = {
         name: nn.Parameter(tensors.pop(prefix + name), requires_grad=False)
         if prefix + name in tensors
@@ -427,12 +427,12 @@ def _twin(
         for name in module._parameters
     }
     state["_buffers"] = {name: tensors.pop(prefix + name, None) for name in module._buffers}
-    state["_modules"] = {
-        name: base_layer
-        if base_layer is not None and name == "base_layer"
-        else child and _twin(child, f"{prefix}{name}.", tensors)
-        for name, child in module._modules.items()
-    }
+    state["_modules"] = children = dict(module._modules)
+    for name, child in children.items():
+        if name == "base_layer" and base_layer is not None:
+            children[name] = base_layer
+        elif child is not None:
+            children[name] = _twin(child, f"{prefix}{name}.", tensors)
     vars(twin).update(state)
     if isinstance(twin, BaseTunerLayer):
         vars(twin).setdefault("fan_in_fan_out", False)  # unknown to layers around packed weights
@@ -440,9 +440,9 @@ def _twin(
     return twin
 
 
-def _calls(attribute: str) -> bool:
-    """Whether an attribute of a module's own leads back to it when the module is called."""
-    return attribute in ("forward", "_old_forward", "_hf_hook", "_compiled_call_impl")
+_CALLS = {name for name in vars(nn.Module()) if "hooks" in name}
+_CALLS |= {"forward", "_old_forward", "_hf_hook", "_compiled_call_impl"}
+"""Attributes that are about calls of a module, and lead back to the trainer."""
 
 
 def _copied(value: Any) -> Any:

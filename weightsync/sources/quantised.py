@@ -111,7 +111,7 @@ def visit_pretrained(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A transformers model: what its quantizer packed is refused, unless it is bitsandbytes'."""
     method = _quantizer(module)
     foreign = method is not None and method != "bitsandbytes"
-    inside = Walk() if foreign else walk
+    inside = Walk(walk) if foreign else walk
     inside.own(module, prefix)
     inside.children(module, prefix)
     if not foreign:
