@@ -1,5 +1,6 @@
 """A LoRA adapter by itself into a real vLLM ``LLM`` on the CPU, next to a base that stays."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -60,10 +61,10 @@ def base():
 
 @pytest.fixture(scope="module")
 def llm(base, tmp_path_factory):
-    """An engine that holds the base and has room for one adapter at a time."""
+    """An engine that holds the base and has room for two adapters."""
     folder = tmp_path_factory.mktemp("base")
     base.save_pretrained(folder)
-    llm = make_llm(folder, "safetensors", enable_lora=True, max_lora_rank=8)
+    llm = make_llm(folder, "safetensors", enable_lora=True, max_lora_rank=8, max_loras=2)
     yield llm
     stop(llm)
 
@@ -244,7 +245,7 @@ def test_a_request_in_flight_ends_with_the_version_it_was_started_with(llm, ends
     parameters = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPTS[0]}
     requests = []
-    for number, peft in enumerate(pefts):  # all unfinished at once, with room for one adapter
+    for number, peft in enumerate(pefts):  # more at once than there is room for
         sender.update_weights(ws.AdapterSource(peft), version=number)
         requests.append(engine.lora_request)
         llm.llm_engine.add_request(str(number), prompt, parameters, lora_request=requests[-1])
@@ -262,25 +263,30 @@ def test_a_request_in_flight_ends_with_the_version_it_was_started_with(llm, ends
     assert glob(FOLDERS) == [engine.lora_request.lora_path]
 
 
-def test_several_adapters_take_turns_in_one_place(llm, ends, base, path):
-    sender, _, engine = ends
-    other = ws.VLLMAdapter(llm, name="critic")
-    scheme = ws.DoubleBufferScheme(path + "-critic")
-    with scheme.create_sender() as second, scheme.create_receiver(other) as receiver:
-        second.connect()
-        second.attach(receiver)
+def test_several_adapters_take_turns_in_too_few_places(llm, base, path):
+    """The one that is not there is read from its files again, when a request asks for it."""
+    adapters = {}
+    with contextlib.ExitStack() as stack:
+        for name in ("policy", "critic", "judge"):
+            scheme = ws.DoubleBufferScheme(f"{path}-{name}")
+            engine = ws.VLLMAdapter(llm, name=name)
+            sender = stack.enter_context(scheme.create_sender())
+            receiver = stack.enter_context(scheme.create_receiver(engine))
+            sender.connect()
+            sender.attach(receiver)
+            adapters[name] = sender, engine
         for number in (1, 2):
-            one, two = make_adapter(base, 80 + number), make_adapter(base, 90 + number)
-            sender.update_weights(ws.AdapterSource(one), version=number)
-            second.update_weights(ws.AdapterSource(two), version=number)
-            for _ in range(2):
-                assert greedy(llm, engine.lora_request) == expected(merged(one))
-                assert greedy(llm, other.lora_request) == expected(merged(two))
-    assert greedy(llm, other.lora_request) == expected(merged(two))  # the engine goes on
-    assert greedy(llm, engine.lora_request) == expected(merged(one))
-    other.unload()
-    assert glob(FOLDERS) == [engine.lora_request.lora_path]
-    assert greedy(llm, engine.lora_request) == expected(merged(one))
+            right = {}
+            for name, (sender, _) in adapters.items():
+                peft = make_adapter(base, seed=80 + 10 * len(right) + number)
+                sender.update_weights(ws.AdapterSource(peft), version=number)
+                right[name] = expected(merged(peft))
+            for name in [*adapters, *adapters]:
+                assert greedy(llm, adapters[name][1].lora_request) == right[name]
+    for name, (_, engine) in adapters.items():  # what an engine holds outlives the receiver
+        assert greedy(llm, engine.lora_request) == right[name]
+        engine.unload()
+    assert not glob(FOLDERS)
 
 
 def test_base_and_adapter_side_by_side(llm, ends, base, path):

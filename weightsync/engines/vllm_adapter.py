@@ -5,9 +5,9 @@ took the place, the base was updated) is read again in the middle of the next st
 is not there then ends the engine process. So a version's files stay for as long as a request may
 use it.
 
-Every version gets an id, a name and a path of its own: vLLM's caches (of adapters, of prefixes, of
-images) tell versions apart by one or the other, so nothing has to be flushed, nothing has to be
-paused, and a request ends with the version it was started with.
+Every version gets an id, a name and a path of its own: vLLM tells adapters apart by the id in their
+cache, by the path in the cache of prefixes, and by the name where it collects those of one step. So
+nothing has to be flushed or paused, and a request ends with the version it was started with.
 """
 
 from __future__ import annotations
