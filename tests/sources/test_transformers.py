@@ -414,6 +414,15 @@ class TestWeights:
             assert times[key].eq(1).all()
             assert_same(written[key], expected[key])
 
+    def test_a_part_of_another_shape_is_gathered(self):
+        """A block of rows of the whole is no block of it."""
+        model = converting(lambda tensor: tensor.flatten(1))
+        model.model.norm.weight = nn.Parameter(torch.randn(4, 8, 2))
+        ours = weights_of(model, lambda tensor: Shard(tensor, 0, 3, "rows"))
+        values = checkpoint_of(model).convert(ours)
+        assert values["final_norm.weight"].pieces() is None
+        assert_same(values["final_norm.weight"].read(), model.model.norm.weight.flatten(1))
+
 
 class Shard(Stored):
     """What one rank of several holds: rows, columns, or a range of all elements."""
@@ -514,17 +523,24 @@ class TestConversionsOfAnyKind:
     def test_a_tensor_that_is_converted_otherwise_when_it_is_alone(self, tmp_path):
         """Some names are changed only where another one is."""
         model = make("llama")
+        double = Operation(lambda tensor: tensor * 2)
         model._weight_conversions = [
             loading.GroupWeightRename(
-                ["model.zeroth_embedding", "model.final"], ["model.embed_tokens", "model.norm"]
+                ["model.first_embedding", "model.blocks"], ["model.embed_tokens", "model.layers"]
             ),
-            loading.WeightConverter(
-                "model.final", "model.norm", [Operation(lambda tensor: tensor * 2)]
-            ),
+            loading.WeightConverter("mlp.gate_proj", "mlp.gate_proj", [double]),
         ]
         tensors = sent(model)
         assert_all_same(tensors, saved(model, tmp_path))
-        assert not [name for name in tensors if "embed_tokens" in name]
+        weight = model.model.layers[1].mlp.gate_proj.weight
+        assert_same(tensors["model.blocks.1.mlp.gate_proj.weight"], weight * 2)
+
+    def test_a_conjugate(self):
+        """Its elements are not those that lie in the model's memory."""
+        model = converting(torch.conj)
+        weight = torch.randn(32, dtype=torch.complex64)
+        model.model.norm.weight = nn.Parameter(weight)
+        assert_same(sent(model)["final_norm.weight"], weight.conj().resolve_conj())
 
 
 def test_the_conversion_runs_once(monkeypatch):
@@ -550,3 +566,23 @@ def test_a_changed_model_is_looked_at_anew():
     assert source.manifest().spec("lm_head.weight").shape == (70, 32)
     model.half()
     assert {spec.dtype for spec in source.manifest().tensors} == {torch.float16}
+
+
+def test_changed_strides_are_seen():
+    model = make("qwen3_moe")
+    source = as_source(model)
+    before = sent(model)
+    assert source.manifest()
+    for layer in model.model.layers:
+        packed = layer.mlp.experts.gate_up_proj.detach()
+        layer.mlp.experts.gate_up_proj = nn.Parameter(packed.mT.contiguous().mT)
+    assert_all_same(dict(source.tensors()), before)
+
+
+def test_the_order_is_the_models():
+    """What gathers its parameters unit by unit does so once."""
+    names = list(as_source(make("qwen3_moe")).manifest().by_name)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-1] == "lm_head.weight"
+    layers = [name.split(".")[2] for name in names if ".layers." in name]
+    assert layers == sorted(layers)
