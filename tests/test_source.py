@@ -70,7 +70,6 @@ UNSENDABLE = {
     "freed": (freed, "freed"),
     "zero-3": (placeholder, "ZeRO-3"),
     "bitsandbytes": (packed, "packed"),
-    "bitsandbytes, unpacked": (lambda: Params4bit(torch.ones(3)), "Params4bit"),
     "dtensor": (sharded, "sharded"),
     "subclass": (lambda: torch.ones(3).as_subclass(Dispatching), "Dispatching"),
     "list": (lambda: [1.0, 2.0], "list"),

@@ -143,7 +143,7 @@ _HOLDERS = {
 }
 
 _VISITORS = {
-    # class -> module and function that knows it; imported only where the class is met
+    # class, or package -> module and function that knows it; imported only where it is met
     "peft.peft_model.PeftModel": "weightsync.sources.peft:visit_model",
     "peft.mixed_model.PeftMixedModel": "weightsync.sources.peft:visit_model",
     "peft.tuners.tuners_utils.BaseTuner": "weightsync.sources.peft:visit_tuner",
@@ -153,6 +153,15 @@ _VISITORS = {
     "bitsandbytes.nn.modules.Linear8bitLt": "weightsync.sources.quantised:visit_linear",
     "bitsandbytes.nn.modules.Embedding4bit": "weightsync.sources.quantised:visit_linear",
     "bitsandbytes.nn.modules.Embedding8bit": "weightsync.sources.quantised:visit_linear",
+    "bitsandbytes.nn.parametrize.Bnb4bitParametrization": (
+        "weightsync.sources.quantised:visit_parametrization"
+    ),
+    "transformers.modeling_utils.PreTrainedModel": "weightsync.sources.quantised:visit_pretrained",
+    # all layers of libraries that pack weights in a way of their own
+    "auto_gptq": "weightsync.sources.quantised:visit_packed_layer",
+    "awq": "weightsync.sources.quantised:visit_packed_layer",
+    "gptqmodel": "weightsync.sources.quantised:visit_packed_layer",
+    "hqq": "weightsync.sources.quantised:visit_packed_layer",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "weightsync.sources.fsdp1:visit"
     ),
@@ -178,8 +187,9 @@ def _visitor(kind: type, beyond: type | None) -> Visitor:
         name = f"{base.__module__}.{base.__qualname__}"
         if name in _WRAPPERS:
             return _wrapper(_WRAPPERS[name])
-        if name in _VISITORS:
-            module, _, function = _VISITORS[name].partition(":")
+        package = name.partition(".")[0]
+        if name in _VISITORS or package in _VISITORS:
+            module, _, function = _VISITORS.get(name, _VISITORS.get(package, "")).partition(":")
             visitor: Visitor = getattr(import_module(module), function)
             return visitor
     return _plain
