@@ -1,9 +1,11 @@
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -180,25 +182,55 @@ def test_wrappers_leave_no_trace_in_names(wrap):
     assert_all_same(tensors, expected)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_sharded_adapter_is_gathered_as_it_is_read(one_rank):
+def fsdp2(peft):
     from torch.distributed.fsdp import fully_shard
 
-    peft = make(target_modules=["q_proj", "v_proj", "embed"])
-    _, expected = sent_by(ws.AdapterSource(copy.deepcopy(peft)))
     for block in peft.base_model.model.layers:
         fully_shard(block.q_proj.lora_A["default"])
         fully_shard(block)
-    fully_shard(peft)
-    source = ws.AdapterSource(peft)
-    assert {spec.name for spec in source.manifest().tensors} == {*expected, CONFIG}
-    assert_all_same(sent_by(source)[1], expected)
+    return fully_shard(peft)
+
+
+def fsdp1(peft, policy):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(
+        peft, auto_wrap_policy=policy, use_orig_params=True, device_id=device
+    )
+
+
+def fsdp1_by_block(peft):
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return fsdp1(peft, ModuleWrapPolicy({Block}))
+
+
+def fsdp1_by_trained_leaf(peft):
+    """As PEFT's own policy does: a unit for each matrix of the adapter."""
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+    def trained(module):
+        weight = getattr(module, "weight", None)
+        return not module._modules and weight is not None and weight.requires_grad
+
+    return fsdp1(peft, partial(lambda_auto_wrap_policy, lambda_fn=trained))
+
+
+def a_rank(rank, rendezvous):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    for shard in (fsdp2, fsdp1_by_block, fsdp1_by_trained_leaf):
+        torch.manual_seed(0)
+        peft = make(target_modules=["q_proj", "v_proj", "embed"])
+        _, expected = sent_by(ws.AdapterSource(copy.deepcopy(peft)))
+        source = ws.AdapterSource(shard(peft))
+        assert {spec.name for spec in source.manifest().tensors} == {*expected, CONFIG}
+        assert_all_same(sent_by(source)[1], expected)
+    dist.destroy_process_group()
+
+
+def test_a_sharded_adapter_is_gathered_as_it_is_read(tmp_path):
+    torch.multiprocessing.spawn(a_rank, (f"file://{tmp_path}/rendezvous",), nprocs=2)
 
 
 def test_the_adapter_of_a_packed_base():

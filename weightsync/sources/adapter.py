@@ -30,7 +30,7 @@ class AdapterSource(ResidentSource):
     does not look at it. Plain parameters are sent from where they lie.
 
     Args:
-        model: a ``PeftModel``, or a module that wraps one (``torch.compile``, DDP, FSDP2).
+        model: a ``PeftModel``, or a module that wraps one (``torch.compile``, DDP, FSDP).
         adapter: its name; None for the one that is active now.
         dtype: cast the tensors to this dtype while they are copied.
 
@@ -109,9 +109,10 @@ class _AdapterWalk(Walk):
         for part in ("lora_A", "lora_B"):
             self._take(getattr(layer, part), f"{prefix}{part}.")
         for part in ("lora_embedding_A", "lora_embedding_B"):
-            parameters = getattr(layer, part)
-            if self._adapter in parameters:
-                super().add(prefix + part, parameters[self._adapter])
+            parameters = Walk(within=self)
+            parameters.own(getattr(layer, part), "")
+            if self._adapter in parameters.found:
+                super().add(prefix + part, parameters.found[self._adapter])
         if hasattr(layer.base_layer, "base_layer"):  # two parameters of one module
             self.visit(layer.base_layer, f"{prefix}base_layer.")
 
