@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -543,6 +544,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 # ---- the model's conversion ----
 
 
+@lru_cache
 def _core_model_loading() -> Any:
     """The conversions of transformers 5; None in transformers 4."""
     try:
