@@ -206,6 +206,7 @@ def test_layers_that_a_forward_pass_packed_anew_for_the_cpu(twice, storage, dtyp
     layer.weight.data, layer.weight.quant_state = functional._convert_weight_packed_for_cpu(
         layer.weight.data, state
     )
+    assert dense_weight(layer).dtype == dtype  # and not that of its rounded scales
     assert_same(tensors(layer)["weight"], expected)
 
 
@@ -305,6 +306,13 @@ def test_the_parameter_alone_of_an_8_bit_layer_that_has_run_is_refused():
         layer(torch.randn(2, 64).bfloat16())
     with pytest.raises(SourceError, match=r"'w'.*int8.*pass the module"):
         as_value("w", layer.weight)
+
+
+def test_the_parameter_alone_is_refused_where_only_the_layer_knows_its_scales():
+    weight = without_state_4().weight
+    assert weight.dtype == torch.bfloat16  # it could be taken for values
+    with pytest.raises(SourceError, match=r"'w'.*bfloat16.*pass the module"):
+        as_value("w", weight)
 
 
 def test_dense_weight_is_the_parameter_itself_of_a_plain_layer():

@@ -66,9 +66,9 @@ class Gathering:
         self.zero.gather(self.parameter)
 
     def __exit__(self, *exc):
-        storage = self.parameter.untyped_storage()
+        gathered = self.parameter.data
         self.zero.release(self.parameter)
-        storage.resize_(0)  # whoever still looks at it sees nothing
+        gathered.zero_()  # its memory is used for something else
         self.zero.open -= 1
 
 
@@ -225,7 +225,9 @@ def test_packed_parameters_are_gathered_and_then_dequantised(zero, quant_storage
     assert source.inventory().collective
     assert_all_same({n: t.detach().clone() for n, t in source.tensors()}, expected)
     for layer, name in ((module[0], "0.weight"), (module[1], "1.weight")):
-        assert_same(as_value("w", layer.weight).read(), expected[name])
+        weight = as_value("w", layer.weight)
+        assert weight.collective
+        assert_same(weight.read(), expected[name])
 
 
 # ---------------------------------------------------------------- the real one

@@ -44,7 +44,7 @@ def weight_of(tensor: torch.Tensor) -> Weight | None:
     return None
 
 
-def dense_weight(module: nn.Module) -> Value:
+def dense_weight(module: nn.Module, weight: Any = None) -> Value:
     """The weight of a layer, as the layer computes with it, for whoever adds something to it.
 
     For a bitsandbytes layer whose weight is packed: a weight of ``[out_features, in_features]``
@@ -57,12 +57,17 @@ def dense_weight(module: nn.Module) -> Value:
     float32, in which bitsandbytes dequantises: it keeps no record of the dtype before.
     :func:`as_stored` turns what came of it into the checkpoint's layout.
 
+    Args:
+        weight: what a walk takes for the layer's parameter, where that is not ``module.weight``
+            (FSDP holds it in a flat one).
+
     Raises:
         SourceError: it is packed in another way, or what is needed to unpack it is not there;
             does not know its own name.
     """
-    weight: Any = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor):
+    if weight is None:
+        weight = getattr(module, "weight", None)
+    if not isinstance(weight, (torch.Tensor, Weight)):
         raise SourceError(f"a {type(module).__name__} holds no weight that can be read")
     state = getattr(weight, "quant_state", None)
     scales = getattr(weight, "SCB", None)
@@ -108,13 +113,12 @@ def visit_parametrization(module: nn.Module, prefix: str, walk: Walk) -> None:
 
 
 def visit_pretrained(module: nn.Module, prefix: str, walk: Walk) -> None:
-    """A transformers model: what its quantizer packed is refused, unless it is bitsandbytes'."""
+    """A transformers model: what its quantizer packed, and nobody here unpacks, is refused."""
     method = _quantizer(module)
-    foreign = method is not None and method != "bitsandbytes"
-    inside = Walk(walk) if foreign else walk
+    inside = walk if method is None else Walk(walk)
     inside.own(module, prefix)
     inside.children(module, prefix)
-    if not foreign:
+    if method is None:
         return
     packed = {_owner(name) for name, value in inside.found.items() if _is_packed(value)}
     for name, value in inside.found.items():
@@ -124,7 +128,7 @@ def visit_pretrained(module: nn.Module, prefix: str, walk: Walk) -> None:
 
 def visit_packed_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A layer of a library that packs weights in a way of its own: all it holds is refused."""
-    inside = Walk()
+    inside = Walk(walk)
     inside.own(module, prefix)
     for name, value in inside.found.items():
         walk.add(name, _refused(value, _PACKED.format(f"a {type(module).__name__}")))
@@ -135,15 +139,18 @@ def visit_packed_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
 class Dequantised(Weight):
     """A packed parameter, unpacked by bitsandbytes when it is read."""
 
-    parameter: torch.Tensor
+    parameter: Value
     packed: Value
     dtype: torch.dtype
     shape: tuple[int, ...]
     unpack: Callable[[torch.Tensor], torch.Tensor]
 
     @property
-    def identity(self) -> Hashable:
-        return "dequantised", id(self.parameter)
+    def identity(self) -> Hashable | None:
+        if not isinstance(self.packed, Weight):
+            return "dequantised", id(self.parameter)
+        identity = self.packed.identity
+        return None if identity is None else ("dequantised", identity)
 
     @property
     def collective(self) -> bool:
@@ -228,7 +235,7 @@ _PACKED = (
 
 
 def _refused(value: Any, reason: str) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or isinstance(value, _Refused):
         return value
     # A subclass that has a form of its own (a DTensor) takes no other class: its name is enough.
     own_form = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -260,8 +267,10 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _whole(parameter: torch.Tensor) -> Value:
+def _whole(parameter: Value) -> Value:
     """A packed parameter's bytes, also where they are sharded over ranks."""
+    if isinstance(parameter, Weight):
+        return parameter
     return zero.weight_of(parameter) or sharded.weight_of(parameter) or parameter
 
 
