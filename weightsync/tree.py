@@ -29,6 +29,8 @@ class Walk:
 
     def __init__(self, within: Walk | None = None) -> None:
         self.found: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {} if within is None else within.shared
+        """What visitors of one walk and its detours know together, by the kind of trainer."""
         self._replaced: dict[int, dict[str, Any]] = {} if within is None else within._replaced
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:

@@ -20,15 +20,25 @@ from weightsync.tree import Walk
 from weightsync.weight import Piece, Weight
 
 
+class Shelf:
+    """Room for one gathered flat parameter, shared by all units of a model."""
+
+    def __init__(self) -> None:
+        self.unit: Unit | None = None
+        self.whole: torch.Tensor | None = None
+        self.member = -1
+        """The last member of the unit that was read."""
+
+
 class Unit:
     """The flat parameter of one FSDP unit."""
 
-    def __init__(self, module: Any, handle: Any) -> None:
+    def __init__(self, module: Any, handle: Any, shelf: Shelf) -> None:
         self._handle = handle
+        self._shelf = shelf
         self._between = getattr(module, "_inter_node_pg", None)  # hybrid: who holds the same
         self.flat = handle.flat_param
         self.spread = bool(handle.uses_sharded_strategy) and handle.process_group.size() > 1
-        self._whole: torch.Tensor | None = None
         begin = 0
         self.ranges: list[tuple[int, int]] = []
         padding = self.flat._is_padding_mask
@@ -50,20 +60,23 @@ class Unit:
         return self._between is None or dist.get_rank(self._between) == 0
 
     def whole(self, member: int) -> torch.Tensor:
-        """All of the flat parameter; kept from the first member that is read to the last one."""
-        if self._whole is None or member == 0:
-            shard = self.shard.to(self._handle.device)
-            if not self.spread:
-                self._whole = shard
-            else:
-                group = self._handle.process_group
-                self._whole = torch.empty(
-                    len(shard) * group.size(), dtype=shard.dtype, device=shard.device
-                )
-                dist.all_gather_into_tensor(self._whole, shard, group=group)
-        whole = self._whole
-        if member == len(self.ranges) - 1:
-            self._whole = None
+        """All of the flat parameter; kept while its members are read one after the other."""
+        shelf = self._shelf
+        whole = shelf.whole
+        if whole is None or shelf.unit is not self or member <= shelf.member:
+            shelf.whole = whole = None  # let go of the former one first
+            whole = self._gather()
+        last = member == len(self.ranges) - 1
+        shelf.unit, shelf.whole, shelf.member = self, None if last else whole, member
+        return whole
+
+    def _gather(self) -> torch.Tensor:
+        shard = self.shard.to(self._handle.device)
+        if not self.spread:
+            return shard
+        group = self._handle.process_group
+        whole = torch.empty(len(shard) * group.size(), dtype=shard.dtype, device=shard.device)
+        dist.all_gather_into_tensor(whole, shard, group=group)
         return whole
 
 
@@ -107,7 +120,7 @@ def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
     wrapped: Any = module
     handle = wrapped._handle
     if handle is not None:
-        unit = Unit(module, handle)
+        unit = Unit(module, handle, walk.shared.setdefault("fsdp1", Shelf()))
         for member, info in enumerate(unit.flat._param_infos):
             walk.replace(info.module, info.param_name, Flat(unit, member))
         for shared in unit.flat._shared_param_infos:
