@@ -111,8 +111,8 @@ def look(module):
 
     def frozen(value):
         if isinstance(value, torch.Tensor):
-            content = bytes(as_bytes(value).numpy())
-            return id(value), value._version, value.data_ptr(), value.requires_grad, content
+            facts = id(value), value._version, value.data_ptr(), value.requires_grad
+            return *facts, list(value._backward_hooks or ()), bytes(as_bytes(value).numpy())
         if isinstance(value, dict):
             return {key: frozen(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
@@ -546,15 +546,34 @@ def test_the_mode_of_the_caller_does_not_matter(mode):
         assert_all_same(sent(model)[1], expected)
 
 
-def test_what_is_around_a_layer_is_not_called():
-    """Hooks and patched forwards belong to the trainer."""
+def test_what_is_around_a_layer_is_not_called(monkeypatch):
+    """Hooks and patched forwards are the trainer's, and may change it."""
+
+    def by_calls(layer, adapter):
+        unit = torch.eye(layer.in_features)
+        return layer.lora_B[adapter](layer.lora_A[adapter](unit)).T * layer.scaling[adapter]
+
+    monkeypatch.setattr(peft.tuners.lora.layer.Linear, "get_delta_weight", by_calls)
     model = adapted(qwen2(), target_modules=SEVEN)
+    expected = sent(copy.deepcopy(model).merge_and_unload())[1]
     calls = []
     for module in model.modules():
         module.register_forward_hook(lambda *args: calls.append(args))
-        module.register_full_backward_hook(lambda *args: calls.append(args))
-    assert_sent_merged(model)
+        module.register_forward_pre_hook(lambda *args: calls.append(args))
+        module.forward = calls.append
+        module.compile(backend=lambda graph, inputs: calls.append)
+    assert_all_same(sent(model)[1], expected)
     assert calls == []
+
+
+def test_adapters_that_are_not_active_are_not_looked_at():
+    model = two_adapters()
+    model.set_adapter("default")
+    expected = assert_sent_merged(model)
+    for name, module in model.named_modules():
+        if name.endswith((".other", ".saving")):
+            module.to("meta")
+    assert_all_same(sent(model)[1], expected)
 
 
 # ---- ties ----

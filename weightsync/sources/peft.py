@@ -180,7 +180,8 @@ def _is_to_merge(layer: Any, prefix: str) -> bool:
             f"its active adapters {waiting} are left out by its forward pass, since {merged} are "
             "merged: call unmerge_adapter(), or merge_adapter() for all of them",
         )
-    if type(layer).merge is BaseTunerLayer.merge:
+    kind: Any = type(layer)
+    if _twin_class(kind).merge is BaseTunerLayer.merge:
         _refuse(prefix, f"PEFT cannot merge the adapters of a {_kind(layer)}")
     return True
 
@@ -455,7 +456,7 @@ def _copied(value: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _twin_class(kind: type) -> type:
+def _twin_class(kind: type) -> Any:
     """The class of a module's twin: without sharding, packing and finalizers."""
     dense = next(base for base in kind.__mro__ if not _mixed_in(base) and not _packs(base))
     package, _, file = dense.__module__.rpartition(".")
