@@ -12,7 +12,11 @@ from tests.live import trainers
 from tests.live.world import World
 from weightsync.version import Version
 
-WITH_VLLM = {("README.md", "engine")}
+WITH_VLLM = {
+    ("README.md", "engine"),
+    ("docs/getting-started.md", "adapter, trainer"),
+    ("docs/getting-started.md", "adapter, engine"),
+}
 
 
 def test_every_block_has_a_name_by_which_it_is_tested():

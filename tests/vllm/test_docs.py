@@ -5,26 +5,52 @@ import functools
 import pytest
 
 from tests.docs import run
-from tests.vllm.conftest import expected, greedy, llama_config, make_model, stop
+from tests.vllm.conftest import PROMPTS, expected, greedy, llama_config, make_model, stop
+from tests.vllm.test_adapter import make_adapter, merged
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-def test_the_engine_of_the_readme(path, tmp_path, monkeypatch):
+@pytest.fixture
+def small_engines(monkeypatch):
+    """What a test machine needs besides: no tokenizer, float32, small caches."""
     import vllm
 
+    small = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
+    monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, **small, dtype="float32"))
+
+
+def test_the_engine_of_the_readme(path, tmp_path, small_engines):
     config = llama_config(num_hidden_layers=1)
-    config.save_pretrained(tmp_path)
-    # What a test machine needs besides: no tokenizer, no checkpoint, float32, small caches.
-    small = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}
-    sized = functools.partial(vllm.LLM, **small, dtype="float32", max_model_len=128)
-    monkeypatch.setattr(vllm, "LLM", sized)
+    make_model(config, 2).save_pretrained(tmp_path)
     model = make_model(config, 3)
     trainer = run("README.md", "trainer", path, model=model)
     engine = run("README.md", "engine", path, path=str(tmp_path))
     try:
         assert engine["report"].version == trainer["report"].version
         assert greedy(engine["llm"]) == expected(model)
+    finally:
+        engine["receiver"].shutdown()
+        trainer["sender"].shutdown()
+        stop(engine["llm"])
+
+
+def test_adapters(path, tmp_path, small_engines):
+    from vllm import SamplingParams
+
+    base = make_model(llama_config(num_hidden_layers=1), 3)
+    base.save_pretrained(tmp_path)
+    peft = make_adapter(base, seed=4)
+    trainer = run("docs/getting-started.md", "adapter, trainer", path, model=peft)
+    given = {
+        "path": str(tmp_path),
+        "prompts": [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        "sampling": SamplingParams(temperature=0, max_tokens=10, detokenize=False, ignore_eos=True),
+    }
+    engine = run("docs/getting-started.md", "adapter, engine", path, **given)
+    try:
+        tokens = [list(answer.outputs[0].token_ids) for answer in engine["answers"]]
+        assert tokens == expected(merged(peft)) != expected(base)
     finally:
         engine["receiver"].shutdown()
         trainer["sender"].shutdown()
