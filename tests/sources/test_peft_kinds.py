@@ -70,8 +70,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(8, dtype=dtype)
         self.config = {"model_type": "none", "tie_word_embeddings": False}
 
-    def forward(self, x):
-        return self.up(self.norm(self.v(self.q(x))))
+    def forward(self, tokens, image):
+        hidden = self.norm(self.v(self.q(self.table(tokens))))
+        return torch.cat([self.up(hidden).flatten(), self.convolution(image).flatten()])
 
 
 def configuration(kind):
@@ -88,6 +89,11 @@ def test_what_peft_can_merge_is_sent_as_peft_merges_it(kind, dtype):
     tensors = assert_sent_merged(model)
     expected = {name.split(".")[-1] for name in config.target_modules}
     assert {name.split(".")[0] for name in changed(tensors, Model(dtype))} == expected
+    engine = Model(dtype)
+    engine.load_state_dict(tensors)
+    inputs = torch.arange(16), torch.rand(1, 4, 5, 5).to(dtype)
+    exact = {} if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.1}
+    torch.testing.assert_close(engine(*inputs), model.eval()(*inputs), **exact)
 
 
 @pytest.mark.parametrize("kind", ["BeftConfig", "LilyConfig"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -82,8 +82,8 @@ def visit_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
             values = {name: as_value(prefix + name, inner.found[name]) for name in written}
         except SourceError:
             continue  # the base's own tensors are sent instead: whoever takes them says why not
-        merge = _Merge(around, inside(base), "base_layer." * len(layers), written)
-        merge.take(parts.found, prefix)
+        base_prefix = "base_layer." * len(layers)
+        merge = _Merge(around, inside(base), base_prefix, written, parts.found, prefix)
         merged.update((name, Merged(merge, name, value)) for name, value in values.items())
     for name, value in inner.found.items():
         walk.add(prefix + name, merged.get(name, value))
@@ -249,7 +249,7 @@ class Merged(Weight):
     @property
     def identity(self) -> Hashable | None:
         # One adapter that is merged into one base under two names: PEFT keeps some ties so.
-        adapters = self._merge.identity()
+        adapters = self._merge.identity
         return None if self.base is None or adapters is None else (self.base, adapters)
 
     @property
@@ -274,25 +274,30 @@ class _Merge:
         base: what the innermost of all holds, without wrappers.
         base_prefix: its prefix.
         names: of the tensors, without that prefix.
+        parts: all that the outermost of all holds.
+        prefix: its prefix in the model, for errors.
     """
 
     def __init__(
-        self, layers: dict[str, Any], base: nn.Module, base_prefix: str, names: list[str]
+        self,
+        layers: dict[str, Any],
+        base: nn.Module,
+        base_prefix: str,
+        names: list[str],
+        parts: dict[str, Any],
+        prefix: str,
     ) -> None:
         self.layer: nn.Module = next(iter(layers.values()))
         self._layers = layers
         self._base = base
         self._base_prefix = base_prefix
         self._names = names
-        self._values: dict[str, Value] = {}
+        self._values = self._chosen(parts, prefix)
         self._waiting: dict[str, torch.Tensor] = {}
+        self.collective = any(map(is_collective, self._values.values()))
 
-    def take(self, parts: dict[str, Any], prefix: str) -> None:
-        """Choose what merging reads, in the order in which it does.
-
-        Args:
-            parts: all that the outermost of all layers holds; its prefix.
-        """
+    def _chosen(self, parts: dict[str, Any], prefix: str) -> dict[str, Value]:
+        """What merging reads, in the order in which it does."""
         read = {self._base_prefix + name for name in self._names}
         for place, layer in self._layers.items():
             idle = tuple(place + name for name in _idle(layer))
@@ -308,9 +313,9 @@ class _Merge:
         if _is_packed(self._base):
             # As the layer computes with it, which need not be how its checkpoint has it.
             values[self._base_prefix + "weight"] = dense_weight(self._base)
-        self._values = {name: as_value(prefix + name, value) for name, value in values.items()}
-        self.collective = any(map(is_collective, self._values.values()))
+        return {name: as_value(prefix + name, value) for name, value in values.items()}
 
+    @cached_property
     def identity(self) -> Hashable | None:
         """Equal for merges of the same adapters with the same settings."""
         inner = self._base_prefix
@@ -371,14 +376,15 @@ def _idle(layer: Any) -> Iterator[str]:
             yield f"{attribute}.{adapter}."
 
 
-def _place(value: Value) -> Hashable | None:
+def _place(value: Any) -> Hashable | None:
     """Equal for what is one tensor; None if there is nothing to know it by."""
+    try:
+        value = as_value("", value)
+    except SourceError:
+        return None  # refused later, by whoever knows its name
     if isinstance(value, Weight):
         return value.identity
-    try:
-        address = value.data_ptr()
-    except RuntimeError:  # no memory of its own
-        return None
+    address = value.data_ptr()
     return (address, value.dtype, value.shape) if address else None
 
 
