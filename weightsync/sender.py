@@ -37,7 +37,7 @@ class Sender:
     Args:
         scheme: as on the receivers' side.
         model: where the weights come from; see :func:`weightsync.source.as_source`.
-        dtype, keep_dtype, rename, include, exclude, strict, manifest: what is sent of the model,
+        dtype, keep_dtype, rename, include, exclude, strict, merge, manifest: what is sent of the model,
             and how; see :class:`~weightsync.source.SourceOptions`.
         timeout: seconds for each ``update_weights`` that names none.
         group: the ``torch.distributed`` ranks that hold the model together, all of which make the
@@ -59,6 +59,7 @@ class Sender:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
         strict: bool = True,
+        merge: bool = True,
         manifest: Manifest | None = None,
         timeout: float = 300.0,
         group: Any = None,
@@ -68,7 +69,9 @@ class Sender:
         self._group = group
         self._gather = gather
         self._ranks: Ranks | None = None
-        self._options = SourceOptions(dtype, rename, manifest, keep_dtype, include, exclude, strict)
+        self._options = SourceOptions(
+            dtype, rename, manifest, keep_dtype, include, exclude, strict, merge
+        )
         self._timeout = timeout
         self._publisher = scheme.create_publisher()
         self._source: WeightSource | None = None
@@ -108,8 +111,8 @@ class Sender:
         if self._source is not None and not self._source.walked:
             inventory = self._source.inventory()
             manifest = inventory.manifest
-            if self._ranks is None and inventory.collective:
-                self._ranks = Ranks(self._group)
+            if self._ranks is None and self._group is None and inventory.of_ranks:
+                self._ranks = Ranks()
         if self._ranks is None and self._group is not None:
             self._ranks = Ranks(self._group)
         if self._ranks is None:

@@ -34,6 +34,8 @@ class SourceOptions:
             and ``keep_dtype`` look at names as they are before ``rename``.
         strict: refuse an update in which a tensor cannot be sent, or a pattern fits no name.
             With False such tensors are left out, and logged.
+        merge: send a model with PEFT adapters merged. With False the adapters, and what is trained
+            with them, are left out: the base is sent.
     """
 
     dtype: torch.dtype | None = None
@@ -43,6 +45,7 @@ class SourceOptions:
     include: Sequence[str] | None = None
     exclude: Sequence[str] = ()
     strict: bool = True
+    merge: bool = True
 
     def __post_init__(self) -> None:
         dtype, rename = self.dtype, self.rename
@@ -138,6 +141,12 @@ class Inventory:
     def collective(self) -> bool:
         """Whether some of it is spread over the ranks of a trainer."""
         return any(map(is_collective, self.values))
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether ranks of a trainer hold it together, even if this one has all of it just now."""
+        # DeepSpeed leaves small parameters whole, and all of them after some forward passes.
+        return self.collective or any(hasattr(value, "ds_id") for value in self.values)
 
     def gathered(self) -> list[int]:
         """Those of them of which no rank can write its own rows."""

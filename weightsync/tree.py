@@ -55,6 +55,14 @@ class Walk:
         kind: Any = type(module)
         _visitor(kind, beyond)(module, prefix, self)
 
+    def parameters(self, module: nn.Module) -> dict[str, Any]:
+        """A module's own parameters, or what is taken for them."""
+        found = dict(self._replaced.get(id(module), {}))
+        for name, value in module._parameters.items():
+            if value is not None and not hasattr(value, "_param_infos"):
+                found.setdefault(name, value)
+        return found
+
     def own(self, module: nn.Module, prefix: str) -> None:
         """Collect a module's own parameters and persistent buffers."""
         kind: Any = type(module)
@@ -65,12 +73,8 @@ class Walk:
             for name, value in state.items():
                 self.add(name, value)
             return
-        replaced = self._replaced.get(id(module), {})
-        for name, value in replaced.items():
+        for name, value in self.parameters(module).items():
             self.add(prefix + name, value)
-        for name, value in module._parameters.items():
-            if value is not None and name not in replaced and not hasattr(value, "_param_infos"):
-                self.add(prefix + name, value)
         transient = module._non_persistent_buffers_set
         for name, value in module._buffers.items():
             if value is not None and name not in transient:
@@ -83,17 +87,21 @@ class Walk:
                 self.visit(child, f"{prefix}{name}.")
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
+def state_of(module: nn.Module, merge: bool = True) -> dict[str, Any]:
     """The parameters and persistent buffers of a module, the objects themselves.
 
     Under the names of the module without its wrappers (``torch.compile``, DDP, FSDP, activation
     checkpointing, adapters, in any order). What ``get_extra_state`` returns is no weight, and
     left out. What does not exist as a tensor is a :class:`~weightsync.weight.Weight`.
 
+    Args:
+        merge: whether adapters are merged into the base, or left out.
+
     Raises:
         SourceError: two tensors have one name without the wrappers.
     """
     walk = Walk()
+    walk.shared["merge"] = merge
     walk.visit(module, "")
     return walk.found
 
@@ -160,10 +168,13 @@ _VISITORS = {
     ),
     "transformers.modeling_utils.PreTrainedModel": "weightsync.sources.quantised:visit_pretrained",
     # all layers of libraries that pack weights in a way of their own
+    "aqlm": "weightsync.sources.quantised:visit_packed_layer",
     "auto_gptq": "weightsync.sources.quantised:visit_packed_layer",
     "awq": "weightsync.sources.quantised:visit_packed_layer",
+    "eetq": "weightsync.sources.quantised:visit_packed_layer",
     "gptqmodel": "weightsync.sources.quantised:visit_packed_layer",
     "hqq": "weightsync.sources.quantised:visit_packed_layer",
+    "vptq": "weightsync.sources.quantised:visit_packed_layer",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "weightsync.sources.fsdp1:visit"
     ),

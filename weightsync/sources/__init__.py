@@ -24,8 +24,8 @@ SOURCES: list[tuple[Callable[[Any], bool], Maker]] = [
 ]
 
 TENSOR_KINDS: list[Callable[[torch.Tensor], Weight | None]] = [
+    quantised.weight_of,  # before the others: what is packed may be sharded too
     zero.weight_of,
-    quantised.weight_of,
     sharded.weight_of,
 ]
 """Each gives the weight a tensor stands for, None if it is of another kind, or refuses it (

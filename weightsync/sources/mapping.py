@@ -83,6 +83,7 @@ class ResidentSource(WeightSource):
     def _describe(self, names: list[str], given: list[Any]) -> tuple[Manifest, list[Value]]:
         options = self._options
         values: dict[str, Value] = {}
+        refused: list[str] = []
         for name, value in zip(names, given, strict=True):
             if not isinstance(name, str):
                 raise SourceError(f"names are texts, not {type(name).__name__}: {name!r:.80}")
@@ -91,13 +92,14 @@ class ResidentSource(WeightSource):
             try:
                 values[name] = as_value(name, value)
             except SourceError as error:
+                refused.append(name)
                 if not options.sends(name):
                     continue
                 if options.strict:
                     raise
                 log.warning("left out (strict=False): %s", error)
         values = self.converted(values)
-        options.check_patterns(list(values))
+        options.check_patterns([*values, *refused])
         values = {name: value for name, value in values.items() if options.sends(name)}
         sent: list[Value] = []
         aliases: dict[str, str] = {}

@@ -26,7 +26,7 @@ class ModuleSource(ResidentSource):
         self._checkpoint = transformers.checkpoint_of(inside(module))
 
     def entries(self) -> tuple[list[str], list[Any]]:
-        state = state_of(self.module)
+        state = state_of(self.module, self._options.merge)
         return list(state.keys()), list(state.values())
 
     def converted(self, values: dict[str, Value]) -> dict[str, Value]:

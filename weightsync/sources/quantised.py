@@ -92,14 +92,14 @@ def as_stored(module: nn.Module, value: Value) -> Value:
 
 def visit_linear(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A bitsandbytes layer: its weight and bias, without the scales that lie beside them."""
-    weight: Any = module.weight
+    parameters = walk.parameters(module)
+    weight = parameters.pop("weight", None)
     try:
-        walk.add(prefix + "weight", as_stored(module, dense_weight(module)))
+        walk.add(prefix + "weight", as_stored(module, dense_weight(module, weight)))
     except SourceError as error:
         walk.add(prefix + "weight", _refused(weight, str(error)))
-    for name, value in module._parameters.items():
-        if value is not None and name != "weight":
-            walk.add(prefix + name, value)
+    for name, value in parameters.items():
+        walk.add(prefix + name, value)
     walk.children(module, prefix)
 
 
