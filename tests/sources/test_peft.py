@@ -21,7 +21,7 @@ from transformers import (
 import weightsync as ws
 from tests.conftest import as_bytes, assert_all_same, assert_same, read
 from weightsync.errors import SourceError
-from weightsync.source import as_source
+from weightsync.source import SourceOptions, as_source
 from weightsync.sources.peft import Merged
 
 ATTENTION = ["q_proj", "v_proj"]
@@ -499,6 +499,15 @@ def test_l9_a_merge_that_fails_half_way_leaves_nothing_behind(ends, monkeypatch)
     assert_all_same(read(ends)[1], sent(copy.deepcopy(model).merge_and_unload())[1])
 
 
+def test_what_dora_keeps_between_forward_passes_is_left_alone(monkeypatch):
+    monkeypatch.setattr(peft.tuners.lora.dora, "ENABLE_DORA_CACHING", True)
+    model = adapted(qwen2(), target_modules=SEVEN, use_dora=True)
+    forward(model)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.lora_magnitude_vector["default"]._dora_cache
+    assert_sent_merged(model)
+
+
 def test_describing_it_merges_nothing(monkeypatch):
     """Metadata without data."""
     model = adapted(qwen2(), target_modules=SEVEN)
@@ -650,6 +659,19 @@ def test_one_module_under_two_names_is_a_tie():
 
 
 # ---- refused ----
+
+
+def test_a_base_that_is_offloaded_is_refused_or_left_out():
+    model = adapted(qwen2(), target_modules=ATTENTION)
+    model.get_base_model().model.layers[1].self_attn.q_proj.base_layer.to("meta")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with pytest.raises(SourceError, match=f"'{name}'.*meta"):
+        as_source(model).manifest()
+    names = as_source(model, SourceOptions(strict=False)).manifest().names()
+    assert set(qwen2().state_dict()) - set(names) == {
+        name,
+        "model.layers.1.self_attn.q_proj.bias",
+    }
 
 
 def disabled():

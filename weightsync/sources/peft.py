@@ -159,8 +159,8 @@ def _written(layer: Any, names: Iterable[str], prefix: str) -> list[str]:
         written = list(names)
     missing = sorted(set(written) - set(names))
     if missing or not written:
-        kind = _kind(layer.get_base_layer())
-        _refuse(prefix, f"a {kind} has no {''.join(missing) or 'weight'} to merge an adapter into")
+        kind, what = _kind(layer.get_base_layer()), ", ".join(missing) or "weight"
+        _refuse(prefix, f"a {kind} has no {what} that an adapter could be merged into")
     return written
 
 
