@@ -76,7 +76,9 @@ class Unit:
             return shard
         group = self._handle.process_group
         whole = torch.empty(len(shard) * group.size(), dtype=shard.dtype, device=shard.device)
-        dist.all_gather_into_tensor(whole, shard, group=group)
+        # Newer releases of torch give it another name, and warn of the old one.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(whole, shard, group=group)
         return whole
 
 
