@@ -25,9 +25,11 @@ class Walk:
 
     Args:
         within: the walk of which this is a detour, with a collection of its own.
+        merge: whether adapters are merged, or left out; a detour does as its walk.
     """
 
-    def __init__(self, within: Walk | None = None) -> None:
+    def __init__(self, within: Walk | None = None, merge: bool = True) -> None:
+        self.merge: bool = merge if within is None else within.merge
         self.found: dict[str, Any] = {}
         self.shared: dict[str, Any] = {} if within is None else within.shared
         """What visitors of one walk and its detours know together, by the kind of trainer."""
@@ -100,8 +102,7 @@ def state_of(module: nn.Module, merge: bool = True) -> dict[str, Any]:
     Raises:
         SourceError: two tensors have one name without the wrappers.
     """
-    walk = Walk()
-    walk.shared["merge"] = merge
+    walk = Walk(merge=merge)
     walk.visit(module, "")
     return walk.found
 

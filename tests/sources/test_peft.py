@@ -738,3 +738,20 @@ def test_layers_that_cannot_be_merged_are_refused():
     source = as_source(peft.get_peft_model(qwen2(), config))
     with pytest.raises(SourceError, match=r"q_proj.*cannot merge.*poly"):
         source.manifest()
+
+
+# ---- left out ----
+
+
+def test_the_base_alone_is_what_it_was_before_it_had_adapters():
+    """merge=False: for an engine that gets the adapters by themselves."""
+    base = qwen2()
+    before = {name: tensor.clone() for name, tensor in as_source(base).tensors()}
+    model = adapted(base, target_modules=[*SEVEN, "embed_tokens"], modules_to_save=["lm_head"])
+    source = as_source(model, SourceOptions(merge=False))
+    assert_all_same(dict(source.tensors()), before)
+    with model.disable_adapter():
+        assert_all_same(dict(source.tensors()), before)
+    model.merge_adapter()
+    with pytest.raises(SourceError, match="unmerge_adapter"):
+        source.manifest()

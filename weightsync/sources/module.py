@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ class ModuleSource(ResidentSource):
 
     def entries(self) -> tuple[list[str], list[Any]]:
         state = state_of(self.module, self._options.merge)
+        peft = sys.modules.get("weightsync.sources.peft")
+        if peft is not None:  # this module, or another, has adapters
+            peft.warn_of_broken_ties(state)
         return list(state.keys()), list(state.values())
 
     def converted(self, values: dict[str, Value]) -> dict[str, Value]:

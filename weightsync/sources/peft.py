@@ -34,12 +34,12 @@ from weightsync.weight import Value, Weight, is_collective, read
 def visit_model(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A ``PeftModel`` or ``PeftMixedModel``."""
     model: Any = module
-    for name, config in model.peft_config.items():
+    for name, config in model.peft_config.items() if walk.merge else ():
         if config.is_prompt_learning or config.is_adaption_prompt:
             _refuse(
                 prefix,
                 f"its adapter {name!r} ({config.peft_type.value}) is a learned prompt, which no "
-                "weight can express; if the base model is meant, pass that",
+                "weight can express; if the base model is meant, pass merge=False",
             )
     walk.visit(model.base_model, prefix)
 
@@ -47,21 +47,21 @@ def visit_model(module: nn.Module, prefix: str, walk: Walk) -> None:
 def visit_tuner(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A ``BaseTuner`` (``LoraModel``, ...)."""
     tuner: Any = module
-    if "internal_xlora_classifier" in module._modules:
+    if walk.merge and "internal_xlora_classifier" in module._modules:
         _refuse(prefix, "X-LoRA mixes its adapters anew for each token, no weight can express that")
     walk.visit(tuner.model, prefix)
-    warn_of_broken_ties(walk.found)
 
 
 def visit_auxiliary(module: nn.Module, prefix: str, walk: Walk) -> None:
     """An ``AuxiliaryTrainingWrapper``: ``modules_to_save``, trainable tokens."""
     wrapper: Any = module
-    _refuse_if_disabled(wrapper, prefix)
+    if walk.merge:
+        _refuse_if_disabled(wrapper, prefix)
     if "token_adapter" in module._modules:
         walk.visit(wrapper.token_adapter, prefix)
     elif "modules_to_save" in module._modules:
         trained = wrapper.modules_to_save
-        active = [name for name in wrapper.active_adapters if name in trained]
+        active = [name for name in wrapper.active_adapters if name in trained and walk.merge]
         walk.visit(trained[active[0]] if active else wrapper.original_module, prefix)
     else:
         _refuse(prefix, f"a {_kind(module)} of PEFT is not known here")
@@ -70,6 +70,9 @@ def visit_auxiliary(module: nn.Module, prefix: str, walk: Walk) -> None:
 def visit_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A ``BaseTunerLayer`` (``lora.Linear``, ...), which may be around another one."""
     layers = dict(_nested(module))
+    if not walk.merge:
+        _visit_base(layers, prefix, walk)
+        return
     base = list(layers.values())[-1].base_layer
     inner = Walk(walk)
     inner.visit(base, "")
@@ -87,6 +90,14 @@ def visit_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
         merged.update((name, Merged(merge, name, value)) for name, value in values.items())
     for name, value in inner.found.items():
         walk.add(prefix + name, merged.get(name, value))
+
+
+def _visit_base(layers: dict[str, Any], prefix: str, walk: Walk) -> None:
+    """A tuner layer without its adapters."""
+    for layer in layers.values():
+        if layer.merged_adapters:
+            _refuse(prefix, "its adapters are merged into the base: call unmerge_adapter() first")
+    walk.visit(list(layers.values())[-1].base_layer, prefix)
 
 
 def warn_of_broken_ties(found: dict[str, Any]) -> None:
