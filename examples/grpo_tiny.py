@@ -1,6 +1,7 @@
 """GRPO on a tiny Llama: the trainer in this process, vLLM in another, one weight sync per step.
 
     make demo                    # or: python examples/grpo_tiny.py
+    make demo ARGS=--lora        # the trainer holds adapters; merged values are sent
     make demo ARGS=--no-sync     # what happens without sync: no learning, and the check fails
 
 Prompts are three digits that count up (``7 8 9``); the policy is rewarded for counting on
@@ -199,7 +200,7 @@ def reward(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_and_entropy(
-    policy: LlamaForCausalLM, tokens: torch.Tensor
+    policy: torch.nn.Module, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The policy's log-probability of each token of the answers, and its entropy there."""
     logits = policy(tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
@@ -209,7 +210,7 @@ def logprobs_and_entropy(
 
 
 def grpo_step(
-    policy: LlamaForCausalLM,
+    policy: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     behaviour: torch.Tensor,
@@ -232,12 +233,26 @@ def grpo_step(
         optimizer.step()
 
 
+def make_policy(lora: bool) -> torch.nn.Module:
+    """The model, all of it trained; or frozen, with adapters and a trained head and embedding."""
+    model = LlamaForCausalLM(CONFIG)
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    trained = ["embed_tokens", "lm_head"]
+    return get_peft_model(
+        model, LoraConfig(r=16, target_modules="all-linear", modules_to_save=trained)
+    )
+
+
 def train(options: argparse.Namespace, console: Console, records: list[Step]) -> None:
     """For each step: sync, sample, check, learn. Appends to ``records``."""
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    policy = LlamaForCausalLM(CONFIG)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    policy = make_policy(options.lora)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95))
     prompts = [[(digit + i) % DIGITS for i in range(PROMPT)] for digit in range(DIGITS)]
     rows = [prompt for prompt in prompts for _ in range(GROUP)]
     scheme = ws.scheme_from_url(options.scheme)
@@ -343,6 +358,7 @@ def main() -> int:
     parser.add_argument("--scheme", metavar="URL", default=url, help="how weights travel")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora", action="store_true", help="train adapters instead of the model")
     parser.add_argument("--no-sync", action="store_true", help="sync at the first step only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a record of each step")
     options = parser.parse_args()
