@@ -1,6 +1,7 @@
 """What getting weights out of a trainer costs: plain modules, LoRA, and trainers of two ranks.
 
     make bench-sources         # or: python benchmarks/sources.py --json FILE
+    python benchmarks/sources.py --gpus   # two ranks on two GPUs, NCCL, bfloat16
 
 Ways that are compared run in the same rounds. Extra memory is the peak of the process's anonymous
 memory during an update, less what it had before: the buffers in shared memory, which are declared,
@@ -39,11 +40,13 @@ MB = 1 << 20
 
 
 class Stack(nn.Module):
-    """``count`` square layers of float32."""
+    """``count`` square layers."""
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, **options: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+        self.layers = nn.ModuleList(
+            nn.Linear(width, width, bias=False, **options) for _ in range(count)
+        )
 
 
 @dataclass
@@ -176,14 +179,20 @@ def _anonymous() -> int:
 
 
 def rank_of_two(
-    rank: int, store: str, path: str, rounds: int, count: int, width: int, answers: Any
+    rank: int, store: str, path: str, rounds: int, count: int, width: int, gpus: bool, answers: Any
 ) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = Stack(count, width)
+    if gpus:
+        torch.cuda.set_device(rank)
+        options = {"device": torch.device("cuda", rank), "dtype": torch.bfloat16}
+    else:
+        torch.set_num_threads(1)
+        options = {}
+    backend = "nccl" if gpus else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    model = Stack(count, width, **options)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -193,10 +202,14 @@ def rank_of_two(
         seconds, peaks = [], []
         for number in range(rounds + 1):
             dist.barrier()
+            if gpus:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
             with Peak() as peak:
                 report = sender.update_weights(version=number)
             seconds.append(report.seconds.total)
-            peaks.append(peak.extra)
+            on_gpu = torch.cuda.max_memory_allocated() - before if gpus else 0
+            peaks.append(max(peak.extra, on_gpu))
         written = sum(p.tensor.nbytes for _, p in as_source(model).inventory().pieces())
         answers.put((rank, gather, seconds[1:], max(peaks), written, report.nbytes))
         dist.barrier()
@@ -204,12 +217,12 @@ def rank_of_two(
     dist.destroy_process_group()
 
 
-def two_ranks(results: Results, rounds: int, count: int, width: int) -> None:
-    """FSDP2 on gloo: gathered bucket by bucket, and each rank its own rows."""
-    largest = width * width * 4
+def two_ranks(results: Results, rounds: int, count: int, width: int, gpus: bool = False) -> None:
+    """FSDP2: gathered bucket by bucket, and each rank its own rows."""
+    largest = width * width * (2 if gpus else 4)
     answers = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as store, run_path() as path:
-        arguments = (f"{store}/store", path, rounds, count, width, answers)
+        arguments = (f"{store}/store", path, rounds, count, width, gpus, answers)
         mp.spawn(rank_of_two, arguments, nprocs=2)
         found = {}
         for _ in range(4):
@@ -227,7 +240,8 @@ def two_ranks(results: Results, rounds: int, count: int, width: int) -> None:
         results.add(
             f"FSDP2, two ranks, {shape}",
             way,
-            f"{median(seconds) * 1e3:.0f} ms; extra memory at most {peak / MB:.1f} MiB ({text})",
+            f"{median(seconds) * 1e3:.0f} ms, {nbytes / median(seconds) / 1e9:.1f} GB/s; "
+            f"extra memory at most {peak / MB:.1f} MiB ({text})",
             seconds=median(seconds),
             peak=peak,
             written=[found[rank, gather][2] for rank in (0, 1)],
@@ -239,13 +253,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="a tenth of the bytes")
+    parser.add_argument("--gpus", action="store_true", help="only two ranks, on two GPUs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     count, width = (300, 1024) if not options.small else (30, 1024)
     results = Results()
-    plain_module(results, options.rounds, count, width)
-    lora(results, options.rounds, count, width)
-    two_ranks(results, options.rounds, count * 5 // 6, width)
+    if options.gpus:
+        two_ranks(results, options.rounds, 120, 4096, gpus=True)
+    else:
+        plain_module(results, options.rounds, count, width)
+        lora(results, options.rounds, count, width)
+        two_ranks(results, options.rounds, count * 5 // 6, width)
     table = Table("trainer", "way", "median")
     for row in results.rows:
         table.add_row(*row)
