@@ -86,6 +86,10 @@ class SyncReport:
     skipped: bool = False
     receivers: tuple[ReceiverReport, ...] = ()
 
+    def behind(self) -> tuple[ReceiverReport, ...]:
+        """The receivers that do not hold this version."""
+        return tuple(r for r in self.receivers if r.version is None or r.version < self.version)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for logs."""
         return asdict(self)

@@ -37,7 +37,8 @@ class Sender:
     Args:
         scheme: as on the receivers' side.
         model: where the weights come from; see :func:`weightsync.source.as_source`.
-        dtype, keep_dtype, rename, include, exclude, strict, merge, manifest: what is sent of the model,
+        dtype, keep_dtype, rename, include, exclude, strict, merge, manifest: what is sent, and
+            how; see :class:`~weightsync.source.SourceOptions`.
             and how; see :class:`~weightsync.source.SourceOptions`.
         timeout: seconds for each ``update_weights`` that names none.
         group: the ``torch.distributed`` ranks that hold the model together, all of which make the
@@ -107,24 +108,24 @@ class Sender:
         if isinstance(receivers, str):
             raise TypeError(f"receivers={receivers!r}: a number, or a list of ids")
         deadline = Deadline(timeout)
-        manifest = None
+        manifest, several = None, False
         if self._source is not None and not self._source.walked:
             inventory = self._source.inventory()
             manifest = inventory.manifest
-            if self._ranks is None and self._group is None and inventory.of_ranks:
-                self._ranks = Ranks()
-        if self._ranks is None and self._group is not None:
-            self._ranks = Ranks(self._group)
-        if self._ranks is None:
+            several = inventory.of_ranks
+        if not several and self._group is None:
             self._open(manifest, receivers, deadline)
             return
+        # Met anew: a rank may be another process than the last time.
+        self._ranks = Ranks(self.scheme.to_url(), self._group)
+        self._ranks.meet(deadline)
         with self._ranks.operation():
             if self._ranks.leads:
                 self._open(manifest, receivers, deadline)
-                self._ranks.collect("ready", deadline)
+                self._ranks.collect("connected", deadline)
                 self._ranks.say({"epoch": self._epoch})
             else:
-                self._ranks.answer("ready", {})
+                self._ranks.answer("connected", {})
                 self._epoch = self._ranks.hear(deadline)["epoch"]
 
     def _open(
@@ -189,30 +190,44 @@ class Sender:
                 on; the error carries the report.
         """
         began = time.perf_counter()
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        with self._alone(deadline):
+            if self._ranks is None:
+                source = self._checked(weights, wait, receivers)
+                return self._update(source, version, wait, deadline, receivers, began)
+            with self._ranks.operation():  # first of all: the ranks count alike, whatever fails
+                source = self._checked(weights, wait, receivers)
+                if not self._ranks.leads:
+                    return self._follow(self._ranks, source, deadline, version)
+                report = self._update(source, version, wait, deadline, receivers, began)
+                self._ranks.say({"report": report.to_dict()})
+                return report
+
+    def _checked(self, weights: Any, wait: str, receivers: Sequence[str] | None) -> WeightSource:
+        """The source of an update, after a look at what else was passed."""
         if wait not in ("published", "applied"):
             raise ValueError(f"wait={wait!r}: 'published' or 'applied'")
         if self._epoch is None:
             raise WeightSyncError("the sender is not connected: call connect() first")
         if isinstance(receivers, str):
             raise TypeError(f"receivers={receivers!r}: a list of ids")
-        deadline = Deadline(self._timeout if timeout is None else timeout)
         source = self._source if weights is None else as_source(weights, self._options)
         if source is None:
             raise SourceError("no weights: pass a model to create_sender or update_weights")
-        with self._alone(deadline):
-            if self._ranks is None:
-                return self._update(source, version, wait, deadline, receivers, began)
-            with self._ranks.operation():
-                if not self._ranks.leads:
-                    return self._follow(self._ranks, source, deadline)
-                report = self._update(source, version, wait, deadline, receivers, began)
-                self._ranks.say({"report": report.to_dict()})
-                return report
+        return source
 
-    def _follow(self, ranks: Ranks, source: WeightSource, deadline: Deadline) -> SyncReport:
-        over = follow(ranks, self._publisher, source, deadline)
+    def _follow(
+        self, ranks: Ranks, source: WeightSource, deadline: Deadline, version: int | None
+    ) -> SyncReport:
+        number = None if version is None else self._next_number(version)
+        try:
+            over = follow(ranks, self._publisher, source, deadline, number)
+        except ReceiverError as error:
+            self._version = self._version if error.report is None else error.report.version
+            raise
         report = SyncReport.from_dict(over["report"])
-        self._version = report.version
+        if not report.skipped:
+            self._version = report.version
         return report
 
     @contextmanager
@@ -277,7 +292,7 @@ class Sender:
             self._version = new
             report = self._drive(report, wait, deadline, receivers)
         report = replace(report, seconds=replace(report.seconds, total=time.perf_counter() - began))
-        failures = tuple(r for r in report.receivers if r.version is None or r.version < new)
+        failures = report.behind()
         if failures and not report.skipped:
             words = "; ".join(map(str, failures))
             raise ReceiverError(f"version {new.number}: {words}", failures, report)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -104,12 +105,14 @@ class Inventory:
         addresses: int64, for each tensor where its bytes lie if they are what is sent, byte for
             byte; 0 where it must be copied with a cast, from another device, or be made first.
         rest: what :meth:`stream` iterates instead of reading the weights one after the other.
+        ranks: which ranks send it together, by their numbers in the default group; None for all.
     """
 
     manifest: Manifest
     values: Sequence[Value | None]
     addresses: Addresses
     rest: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = field(default=None)
+    ranks: Collection[int] | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of everything: what exists anyway first, then the stream."""
@@ -150,17 +153,18 @@ class Inventory:
 
     def gathered(self) -> list[int]:
         """Those of them of which no rank can write its own rows."""
-        streamed = self.streamed()
-        return [n for n in streamed if _pieces(self.values[n]) is None]
+        return [number for number, pieces in self._pieces.items() if pieces is None]
 
     def pieces(self) -> list[tuple[int, Piece]]:
-        """What this rank holds of the others, with the index of the tensor in the manifest."""
-        streamed = self.streamed()
-        return [(n, piece) for n in streamed for piece in _pieces(self.values[n]) or ()]
+        """What this rank is to write of the others, with the index of the tensor in the manifest:
+        all ranks together write each element once."""
+        held = [(n, piece) for n, pieces in self._pieces.items() for piece in pieces or ()]
+        return [(n, piece) for n, piece in held if piece.is_ours(self.ranks)]
 
-
-def _pieces(value: Value | None) -> list[Piece] | None:
-    return value.pieces() if isinstance(value, Weight) else None
+    @cached_property
+    def _pieces(self) -> dict[int, list[Piece] | None]:
+        values = ((number, self.values[number]) for number in self.streamed())
+        return {n: v.pieces() if isinstance(v, Weight) else None for n, v in values}
 
 
 class WeightSource(ABC):
@@ -250,13 +254,13 @@ def check_sendable(name: str, tensor: object) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise SourceError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    reason = _unsendable(tensor)
+    reason = unsendable(tensor)
     if reason:
         raise SourceError(f"tensor {name!r} cannot be sent: {reason}")
     return tensor
 
 
-def _unsendable(tensor: torch.Tensor) -> str | None:
+def unsendable(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "it is a lazy parameter that was never given a shape"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from weightsync.deadline import Deadline
-from weightsync.errors import SourceError, WeightSyncError
+from weightsync.errors import SourceError, VersionError, WeightSyncError
 from weightsync.ranks import Message, Ranks
 from weightsync.source import Inventory, Looked, WeightSource, read_weight
 from weightsync.transport import Crew, Published, Publisher
@@ -26,6 +27,10 @@ from weightsync.weight import Weight, is_collective
 BUCKET = 64 << 20
 """Bytes. What gathering a bucket takes at most, unless a single tensor is larger: half of it are
 the tensors, the rest is left for the copies that the collectives make on their way."""
+
+
+LEAVE = 60.0
+"""Seconds in which rank 0 says what it has announced already."""
 
 
 def lead(
@@ -46,9 +51,19 @@ def lead(
     Raises:
         SourceError: the ranks do not hold the same weights. Else as ``Publisher.publish``.
     """
+    if any(value is None for value in inventory.values):
+        raise SourceError(
+            "an iterable is not sent by several ranks: pass the module or a mapping to all of "
+            "them, or the iterable to a sender of rank 0 alone, without group="
+        )
     answers = ranks.collect("ready", deadline)
     ranks.forget_older()
     for rank, answer in enumerate(answers, 1):
+        if answer["version"] not in (None, version.number):
+            raise VersionError(
+                f"rank {rank} of the trainer sends version {answer['version']}, rank 0 "
+                f"{version.number}: they are not at the same step"
+            )
         if answer["fingerprint"] != inventory.manifest.fingerprint:
             raise SourceError(
                 f"rank {rank} of the trainer holds other weights than rank 0: "
@@ -57,8 +72,9 @@ def lead(
             )
     hosts = {socket.gethostname(), *(answer["host"] for answer in answers)}
     direct = _is_direct(gather, publisher, hosts)
-    gathered = inventory.gathered() if direct else inventory.streamed()
-    looked = replace(inventory, rest=lambda: _led(ranks, inventory, gathered))
+    looked = replace(inventory, ranks=ranks.members)
+    gathered = looked.gathered() if direct else looked.streamed()
+    looked = replace(looked, rest=partial(_led, ranks, inventory, gathered))
     crew = _Crew(ranks) if direct else None
     return publisher.publish(version, Looked(looked), deadline, receivers, crew)
 
@@ -73,7 +89,13 @@ def _is_direct(gather: bool | None, publisher: Publisher, hosts: set[str]) -> bo
     return able
 
 
-def follow(ranks: Ranks, publisher: Publisher, source: WeightSource, deadline: Deadline) -> Message:
+def follow(
+    ranks: Ranks,
+    publisher: Publisher,
+    source: WeightSource,
+    deadline: Deadline,
+    number: int | None,
+) -> Message:
     """Do as rank 0 says, until it says that the update is over.
 
     Returns:
@@ -82,22 +104,32 @@ def follow(ranks: Ranks, publisher: Publisher, source: WeightSource, deadline: D
     Raises:
         WeightSyncError: what rank 0 raised.
     """
-    answer: Message = {"host": socket.gethostname()}
+    answer: Message = {"host": socket.gethostname(), "version": number}
     with ranks.answering("ready", answer):
-        inventory = source.inventory()
+        inventory = replace(source.inventory(), ranks=ranks.members)
         answer["fingerprint"] = inventory.manifest.fingerprint
         answer["tensors"] = len(inventory.manifest.tensors)
     while True:
-        message = ranks.hear(deadline)
+        leaving: BaseException | None = None
+        try:
+            message = ranks.hear(deadline)
+        except BaseException as error:
+            if ranks.leave(error):
+                raise
+            # Rank 0 is about to enter a collective: it must not be there alone.
+            message, leaving = ranks.hear(Deadline(LEAVE)), error
         if "write" in message:
             written: Message = {}
             with ranks.answering("written", written):
                 written.update(publisher.contribute(message["write"], inventory, deadline))
         elif "gather" in message:
-            for number in message["gather"]:
-                _read(inventory, number)
+            ranks.entered()
+            for index in message["gather"]:
+                _read(inventory, index)
         else:
             return message
+        if leaving is not None:
+            raise leaving
 
 
 def _led(
@@ -107,6 +139,7 @@ def _led(
     for bucket in _buckets(inventory, gathered):
         together = [number for number in bucket if is_collective(inventory.values[number])]
         if together:
+            ranks.enter()
             ranks.say({"gather": together})
         tensors = [_read(inventory, number) for number in bucket][::-1]
         for number in bucket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -49,7 +49,7 @@ class Weight(ABC):
         """
 
     def pieces(self) -> list[Piece] | None:
-        """What this rank is to write, so that all ranks together write each element once.
+        """What this rank holds, so that all ranks together hold each element.
 
         None: it is known as a whole only, and has to be read. Costs nothing, and every rank says
         None for the same weights.
@@ -65,11 +65,21 @@ class Piece:
         tensor: the values, not yet cast.
         whole: the shape of the whole tensor as it is to be looked at: its own, or flattened.
         offsets: where the block begins in that shape.
+        rank: this process's number in the default group.
+        holders: the numbers of all that hold the same block, in an order that they agree on;
+            none if this rank alone does.
     """
 
     tensor: torch.Tensor
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
+    rank: int = 0
+    holders: tuple[int, ...] = ()
+
+    def is_ours(self, ranks: Collection[int] | None) -> bool:
+        """Whether this rank is the one of ``ranks`` (None: of all) to write it."""
+        writers = (rank for rank in self.holders if ranks is None or rank in ranks)
+        return next(writers, self.rank) == self.rank
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The block's view of a contiguous tensor that has as many elements as the whole."""

@@ -55,12 +55,15 @@ class Unit:
         return shard.detach()
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank is the one to write what several hold."""
-        return self._between is None or dist.get_rank(self._between) == 0
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that hold the same part as this one, if there are others."""
+        between = self._between
+        return () if between is None else tuple(dist.get_process_group_ranks(between))
 
     def whole(self, member: int) -> torch.Tensor:
         """All of the flat parameter; kept while its members are read one after the other."""
+        if not self.spread:  # rank 0 may read it alone, between members of one that is
+            return self._gather()
         shelf = self._shelf
         whole = shelf.whole
         if whole is None or shelf.unit is not self or member <= shelf.member:
@@ -106,15 +109,38 @@ class Flat(Weight):
     def pieces(self) -> list[Piece] | None:
         if not self.collective:
             return None
-        if not self._unit.writes:
-            return []
         shard, group = self._unit.shard, self._unit._handle.process_group
         first = len(shard) * group.rank()
         begin, end = self._unit.ranges[self._member]
         low, high = max(begin, first), min(end, first + len(shard))
         if low >= high:
             return []
-        return [Piece(shard[low - first : high - first], (end - begin,), (low - begin,))]
+        part, rank = shard[low - first : high - first], dist.get_rank()
+        return [Piece(part, (end - begin,), (low - begin,), rank, self._unit.holders)]
+
+
+def _require_current(handle: Any, prefix: str) -> None:
+    """
+    Raises:
+        SourceError: an original parameter was replaced, and FSDP has not taken it over yet.
+    """
+    flat = handle.flat_param
+    if not getattr(handle, "_use_orig_params", False):
+        return
+    gathered = handle.uses_sharded_strategy and not handle.is_sharded(flat)
+    if gathered or getattr(handle, "_skipped_use_sharded_views", False):
+        return  # the originals are views of what was gathered for a forward pass
+    storage = flat.untyped_storage().data_ptr()
+    for info, shard in zip(flat._param_infos, flat._shard_param_infos, strict=True):
+        parameter = getattr(info.module, info.param_name, None)
+        if not shard.in_shard or parameter is None:
+            continue
+        if parameter.untyped_storage().data_ptr() != storage:
+            name = f"{prefix}{info.module_name and info.module_name + '.'}{info.param_name}"
+            raise SourceError(
+                f"tensor {name!r} cannot be sent: its data was replaced, which FSDP takes over in "
+                "the next forward pass; copy_() into it instead"
+            )
 
 
 def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
@@ -123,6 +149,7 @@ def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
     handle = wrapped._handle
     if handle is not None:
         unit = Unit(module, handle, walk.shared.setdefault("fsdp1", Shelf()))
+        _require_current(handle, prefix)
         for member, info in enumerate(unit.flat._param_infos):
             walk.replace(info.module, info.param_name, Flat(unit, member))
         for shared in unit.flat._shared_param_infos:

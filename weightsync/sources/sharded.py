@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weightsync.errors import SourceError
+from weightsync.source import unsendable
 from weightsync.tree import Walk
 from weightsync.weight import Piece, Weight
 
@@ -49,17 +52,30 @@ class Sharded(Weight):
         mesh, placements = self._tensor.device_mesh, self._tensor.placements
         if not self.collective or not all(p.is_replicate() or _is_block(p) for p in placements):
             return None
-        coordinates = mesh.get_coordinate()
-        for coordinate, placement in zip(coordinates, placements, strict=True):
-            if placement.is_replicate() and coordinate:
-                return []  # the first of the ranks that hold the same writes it
+        holders = _holders(mesh, placements, tuple(mesh.get_coordinate()))
+        if holders is None:
+            return None
         local = self._tensor._local_tensor.detach()
         if local.numel() == 0:
             return []
         shape, offsets = compute_local_shape_and_global_offset(self.shape, mesh, placements)
         if tuple(shape) != tuple(local.shape):
             raise SourceError(f"this rank holds {list(local.shape)} of it, not {list(shape)}")
-        return [Piece(local, self.shape, tuple(offsets))]
+        return [Piece(local, self.shape, tuple(offsets), dist.get_rank(), holders)]
+
+
+@lru_cache(maxsize=256)
+def _holders(mesh: Any, placements: Any, coordinates: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The ranks that hold the same as this one; None if torch does not say what each holds."""
+    ranks = mesh.mesh
+    for dimension in range(ranks.dim()):
+        # torch's groups are in ascending order, by which it cuts and joins; the offsets that it
+        # tells are by the mesh's own order.
+        if ranks.size(dimension) > 1 and bool((ranks.diff(dim=dimension) <= 0).any()):
+            return None
+    where = zip(coordinates, placements, strict=True)
+    index = tuple(slice(None) if p.is_replicate() else c for c, p in where)
+    return tuple(ranks[index].flatten().tolist())
 
 
 def _is_block(placement: Any) -> bool:
@@ -81,6 +97,11 @@ def weight_of(tensor: torch.Tensor) -> Weight | None:
         raise SourceError("it is sharded over ranks in a way that is not known here; gather it")
     if tensor.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         raise SourceError("it is a DTensor over ranks that this process is none of")
+    local = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(local).__name__ != "AsyncCollectiveTensor":
+        reason = unsendable(local)
+        if reason:
+            raise SourceError(f"{reason} (of this rank's part)")
     return Sharded(tensor)
 
 

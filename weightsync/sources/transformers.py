@@ -17,7 +17,7 @@ import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -530,10 +530,11 @@ class _Block:
             tensor = tensor.narrow(dimension, begin - origin, length)
             offsets.append(begin - start)
         if flat:
-            return Piece(tensor, (count,), tuple(offsets))
+            return replace(piece, tensor=tensor, whole=(count,), offsets=tuple(offsets))
         shape = [1 if d is None else tensor.shape[d] for d in self.dimensions]
         where = tuple(0 if d is None else offsets[d] for d in self.dimensions)
-        return Piece(tensor.reshape(shape), self.part.shape, where)
+        tensor = tensor.reshape(shape)
+        return replace(piece, tensor=tensor, whole=self.part.shape, offsets=where)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

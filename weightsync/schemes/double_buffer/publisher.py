@@ -13,6 +13,8 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weightsync.chunks import Copier, Digests, SlotWriter
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -30,7 +32,14 @@ from weightsync.schemes.double_buffer.generation import Generation, write_reside
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.receivers import Receivers, forget
 from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
-from weightsync.schemes.double_buffer.rows import RowWriter, adopt, ticket_of, write_rows
+from weightsync.schemes.double_buffer.rows import (
+    RowWriter,
+    adopt,
+    epoch_of,
+    require_all,
+    ticket_of,
+    write_rows,
+)
 from weightsync.schemes.double_buffer.slot import require_room, slot_size
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
@@ -92,7 +101,7 @@ class DoubleBufferPublisher(Publisher):
         """Begin a new epoch, and remove what the former sender's death left."""
         self._generation = None
         self._head_digests = None
-        before = self._former_epoch(run)
+        before = epoch_of(run)
         self._head = self._former_head(run)
         if self._head is not None:
             before = max(before, self._head.version.epoch)
@@ -135,14 +144,6 @@ class DoubleBufferPublisher(Publisher):
                 "give each trainer a path of its own"
             )
         return owned
-
-    @staticmethod
-    def _former_epoch(run: Directory) -> int:
-        try:
-            epoch = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))["epoch"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
-            return 0
-        return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
     @staticmethod
     def _former_head(run: Directory) -> Commit | None:
@@ -340,16 +341,18 @@ class DoubleBufferPublisher(Publisher):
             return write_stream(generation, slot, inventory, writer, deadline, inventory.streamed())
         if not generation.directory.status(layout.CREW):
             generation.directory.replace(layout.CREW, b"")
-        crew.start(ticket_of(generation.name, slot))
+        crew.start(ticket_of(self._epoch, generation.name, slot))
         write_resident(generation, slot, inventory, writer)
-        write_rows(generation.slots[slot], inventory, writer)
-        for written in crew.finish(deadline):
-            adopt(written, writer)
+        blocks = [write_rows(generation.slots[slot], inventory, writer)]
+        blocks += [adopt(written, writer) for written in crew.finish(deadline)]
+        require_all(inventory, np.concatenate(blocks))
         return write_stream(generation, slot, inventory, writer, deadline, inventory.gathered())
 
     def contribute(
         self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline
     ) -> dict[str, Any]:
+        if deadline.expired:  # rank 0 does not wait any more: the slot may be another's
+            raise DeadlineError(f"this rank was stopped for more than {deadline.seconds:.1f} s")
         return self._rows.write(ticket, inventory)
 
     def _require_newer(self, version: Version) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsync.chunks import Copier, Geometry, SlotWriter
-from weightsync.errors import ProtocolError
+from weightsync.errors import ProtocolError, SourceError, WeightSyncError
 from weightsync.files import Directory
 from weightsync.manifest import Manifest
 from weightsync.schemes.double_buffer import layout
@@ -16,17 +18,24 @@ from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
 from weightsync.source import Inventory
 from weightsync.tensors import plain_address
 
+Blocks = npt.NDArray[np.int64]
 
-def write_rows(slot: Slot, inventory: Inventory, writer: SlotWriter) -> None:
+
+def write_rows(slot: Slot, inventory: Inventory, writer: SlotWriter) -> Blocks:
     """Write the pieces that this rank holds.
 
     Blocks of whole rows go the fast way and are digested in passing. Blocks of columns are copied
     by torch; the rank that publishes digests the chunks they lie in.
+
+    Returns:
+        A row for each block that was written: tensor, where it begins, how many bytes it has.
     """
+    blocks = []
     offsets, sizes, addresses = [], [], []
     for number, piece in inventory.pieces():
         spec = inventory.manifest.tensors[number]
         place = piece.place(slot.view(spec))
+        blocks.append((number, slot.offset(place), place.numel() * spec.dtype.itemsize))
         address = plain_address(piece.tensor, spec.dtype) if place.is_contiguous() else 0
         if address == 0:
             copy_tensor(place, piece.tensor, spec.name)
@@ -36,10 +45,38 @@ def write_rows(slot: Slot, inventory: Inventory, writer: SlotWriter) -> None:
             addresses.append(address)
     whole = np.array(offsets, np.int64), np.array(sizes, np.int64), np.array(addresses, np.int64)
     writer.write_pieces(*whole)
+    return np.array(blocks, np.int64).reshape(-1, 3)
 
 
-def ticket_of(generation: str, slot: int) -> dict[str, Any]:
-    return {"generation": generation, "slot": slot}
+def require_all(inventory: Inventory, blocks: Blocks) -> None:
+    """
+    Raises:
+        SourceError: the ranks together did not write all of every tensor that has rows.
+    """
+    # Ranks of which none knows of the other may write the same block: it counts once.
+    once = np.unique(blocks, axis=0)
+    specs, whole = inventory.manifest.tensors, set(inventory.gathered())
+    there = np.bincount(once[:, 0], once[:, 2], len(specs)).astype(np.int64)
+    for number in inventory.streamed():
+        spec = specs[number]
+        if number not in whole and there[number] != spec.nbytes:
+            raise SourceError(
+                f"tensor {spec.name!r} cannot be sent: the ranks of this sender hold "
+                f"{there[number]} of its {spec.nbytes} bytes; group= names all that hold the model"
+            )
+
+
+def ticket_of(epoch: int, generation: str, slot: int) -> dict[str, Any]:
+    return {"epoch": epoch, "generation": generation, "slot": slot}
+
+
+def epoch_of(run: Directory) -> int:
+    """The epoch of the last sender that owned a run; 0 if there is none."""
+    try:
+        epoch = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))["epoch"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
+        return 0
+    return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
 
 class RowWriter:
@@ -62,25 +99,34 @@ class RowWriter:
         manifest = inventory.manifest
         if self._geometry is None or self._geometry[0].fingerprint != manifest.fingerprint:
             self._geometry = manifest, Geometry(manifest)
-        generation = Directory.open(self._path).subdirectory(name)
+        run = Directory.open(self._path)
+        generation = run.subdirectory(name)
         slot = self._slots.get(number)
         if slot is None or not slot.is_file(generation, number):
             slot = Slot.open(generation, number, slot_size(manifest), writable=True)
             self._slots[number] = slot
+        if epoch_of(run) != ticket["epoch"]:
+            raise ProtocolError(f"{self._path} is another sender's by now")
         writer = SlotWriter(self._geometry[1], slot.bytes, self._copier)
-        write_rows(slot, inventory, writer)
+        blocks = write_rows(slot, inventory, writer)
         chunks, digests = writer.digested()
-        return {"chunks": _text(chunks.astype("<i8")), "digests": _text(digests.astype("<u8"))}
+        return {
+            "chunks": _text(chunks.astype("<i8")),
+            "digests": _text(digests.astype("<u8")),
+            "blocks": _text(blocks.astype("<i8")),
+        }
 
     def close(self) -> None:
         self._slots.clear()
 
 
-def adopt(written: dict[str, Any], writer: SlotWriter) -> None:
-    """Take over what another rank wrote."""
+def adopt(written: dict[str, Any], writer: SlotWriter) -> Blocks:
+    """Take over what another rank wrote. Returns the blocks that are."""
     chunks = np.frombuffer(base64.b64decode(written["chunks"]), "<i8").astype(np.int64)
     digests = np.frombuffer(base64.b64decode(written["digests"]), "<u8").astype(np.uint64)
     writer.adopt(chunks, digests)
+    blocks = np.frombuffer(base64.b64decode(written["blocks"]), "<i8").astype(np.int64)
+    return blocks.reshape(-1, 3)
 
 
 def _text(array: Any) -> str:
