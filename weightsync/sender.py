@@ -39,7 +39,6 @@ class Sender:
         model: where the weights come from; see :func:`weightsync.source.as_source`.
         dtype, keep_dtype, rename, include, exclude, strict, merge, manifest: what is sent, and
             how; see :class:`~weightsync.source.SourceOptions`.
-            and how; see :class:`~weightsync.source.SourceOptions`.
         timeout: seconds for each ``update_weights`` that names none.
         group: the ``torch.distributed`` ranks that hold the model together, all of which make the
             same calls of their senders; rank 0 of them publishes. None: all ranks if the model

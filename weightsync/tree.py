@@ -7,7 +7,7 @@ parameters) has a *visitor* in the file of ``weightsync/sources/`` that is about
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -70,7 +70,7 @@ class Walk:
         kind: Any = type(module)
         if _saves_itself(kind):
             state: dict[str, Any] = {}
-            module._save_to_state_dict(state, prefix, keep_vars=True)
+            module._save_to_state_dict(state, prefix, True)  # by place, as torch does
             state.pop(prefix + "_extra_state", None)
             for name, value in state.items():
                 self.add(name, value)
@@ -122,11 +122,28 @@ def _wrapper(attribute: str) -> Visitor:
     return visit
 
 
-def inside(module: nn.Module) -> nn.Module:
+def modules_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, each once, under their names without wrappers, and without the wrappers."""
+    return _modules(module, "", set())
+
+
+def _modules(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    module = inside(module, _KEEPERS)
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{name}.{child_name}" if name else child_name, seen)
+
+
+def inside(module: nn.Module, holders: Mapping[str, str] | None = None) -> nn.Module:
     """The module that wrappers around it hold: what the user calls the model."""
+    holders = _HOLDERS if holders is None else holders
     while True:
-        attribute = next((_HOLDERS[kind] for kind in _kinds(type(module)) & _HOLDERS.keys()), "")
-        child = module._modules.get(attribute)
+        attribute = next((holders[kind] for kind in _kinds(type(module)) & holders.keys()), "")
+        child = module._modules.get(attribute) if attribute else None
         if child is None:
             return module
         module = child
@@ -151,6 +168,11 @@ _HOLDERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "_fsdp_wrapped_module"
     ),
+}
+
+_KEEPERS = {
+    **_HOLDERS,
+    "peft.utils.other.AuxiliaryTrainingWrapper": "original_module",
 }
 
 _VISITORS = {

@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import torch
 
+from weightsync.errors import SourceError
+
 
 class Weight(ABC):
     """A tensor that is known by its dtype and shape, and made when its turn in the stream comes.
@@ -48,6 +50,11 @@ class Weight(ABC):
             SourceError: it cannot be made; does not know its own name.
         """
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why it cannot be sent. None: it can."""
+        return None
+
     def pieces(self) -> list[Piece] | None:
         """What this rank holds, so that all ranks together hold each element.
 
@@ -55,6 +62,34 @@ class Weight(ABC):
         None for the same weights.
         """
         return None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something cannot be sent.
+
+    Attributes:
+        excluded: it is not to be sent either, nor is anything else that it is made of.
+    """
+
+    reason: str
+    excluded: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Unsendable(Weight):
+    """Stands for a tensor that cannot be sent until it is known what is made of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    why: Refusal
+
+    @property
+    def refusal(self) -> Refusal:
+        return self.why
+
+    def read(self) -> torch.Tensor:
+        raise SourceError(self.why.reason)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,12 @@ class IterableSource(WeightSource):
                 "callable that returns a fresh iterator"
             )
 
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stream, with names as they are before ``rename``."""
+    def _stream(self, names: list[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream, with names as they are before ``rename``.
+
+        Args:
+            names: gets all of them, of what is not sent as well.
+        """
         options = self._options
         stream = self._weights() if callable(self._weights) else self._weights
         if not isinstance(stream, Iterable):
@@ -46,6 +50,8 @@ class IterableSource(WeightSource):
             if not pair or not isinstance(entry[0], str):
                 raise SourceError(f"the stream holds a {type(entry).__name__}, {_EXPECTED}")
             name, tensor = entry
+            if names is not None:
+                names.append(name)
             if not options.sends(name):
                 continue
             value = as_value(name, tensor)
@@ -66,10 +72,9 @@ class IterableSource(WeightSource):
         options = self._options
         if options.manifest is not None:
             return options.manifest
-        names = []
+        names: list[str] = []
         entries = []
-        for name, tensor in self._stream():
-            names.append(name)
+        for name, tensor in self._stream(names):
             dtype = options.wire_dtype(name, tensor.dtype)
             entries.append((options.final(name), dtype, tensor.shape))
         options.check_patterns(names)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
+from torch import nn
 
 from weightsync.errors import ManifestError, SourceError
 from weightsync.manifest import Manifest
 from weightsync.source import Inventory, SourceOptions, WeightSource, as_value, log
 from weightsync.tensors import Addresses, Facts, plain_address
-from weightsync.weight import Value, Weight
+from weightsync.weight import Refusal, Unsendable, Value, Weight
 
 
 class ResidentSource(WeightSource):
@@ -61,11 +62,14 @@ class ResidentSource(WeightSource):
         known = self._known
         if known is None or facts is None or known.names != names or known.facts != facts:
             known = self._known = self._look(names, values, facts)
-        sent: list[Any] = [values[v] if type(v) is int else v for v in known.values]
+        sent: list[Any] = [
+            values[v] if type(v) is int else v.within(values) if type(v) is _View else v
+            for v in known.values
+        ]
         return Inventory(known.manifest, sent, known.addresses)
 
     def _look(self, names: list[str], values: list[Any], facts: Facts | None) -> _Known:
-        index = {id(value): number for number, value in enumerate(values)}
+        place = _Places(values)
         manifest, sent = self._describe(names, values)
         addresses = [
             plain_address(value, spec.dtype) if isinstance(value, torch.Tensor) else 0
@@ -76,7 +80,7 @@ class ResidentSource(WeightSource):
             names,
             facts if plain else None,
             manifest,
-            [index.get(id(value), value) for value in sent],
+            list(map(place, sent)),
             np.array(addresses, dtype=np.int64),
         )
 
@@ -93,14 +97,18 @@ class ResidentSource(WeightSource):
                 values[name] = as_value(name, value)
             except SourceError as error:
                 refused.append(name)
-                if not options.sends(name):
-                    continue
-                if options.strict:
-                    raise
-                log.warning("left out (strict=False): %s", error)
+                refusal = Refusal(str(error), not options.sends(name))
+                if _has_shape(value):
+                    values[name] = Unsendable(value.dtype, tuple(value.shape), refusal)
+                else:
+                    self._leave_out(refusal)
         values = self.converted(values)
         options.check_patterns([*values, *refused])
         values = {name: value for name, value in values.items() if options.sends(name)}
+        refusals = {name: v.refusal for name, v in values.items() if isinstance(v, Weight)}
+        for refusal in dict.fromkeys(filter(None, refusals.values())):
+            self._leave_out(refusal)
+        values = {name: value for name, value in values.items() if not refusals.get(name)}
         sent: list[Value] = []
         aliases: dict[str, str] = {}
         entries: list[tuple[str, torch.dtype, Iterable[int]]] = []
@@ -122,20 +130,70 @@ class ResidentSource(WeightSource):
         except ManifestError as error:
             raise SourceError(str(error)) from None
 
+    def _leave_out(self, refusal: Refusal) -> None:
+        """
+        Raises:
+            SourceError: under ``strict``, unless the user does not want it.
+        """
+        if not refusal.excluded:
+            if self._options.strict:
+                raise SourceError(refusal.reason)
+            log.warning("left out (strict=False): %s", refusal.reason)
+
 
 @dataclass(frozen=True)
 class _Known:
     """What was found out about values, for as long as they have the same names and facts.
 
     ``values`` has the number of a tensor among the entries instead of the tensor itself, which
-    another one of the same facts may have replaced.
+    another one of the same facts may have replaced, and parts of tensors in the same way: whoever
+    moves its weights elsewhere between two updates gets the memory back.
     """
 
     names: list[str]
     facts: Facts | None
     manifest: Manifest
-    values: list[int | Value]
+    values: list[int | _View | Value]
     addresses: Addresses
+
+
+class _View(NamedTuple):
+    """Elements of one of the entries, by its number; ``offset`` is from its first element."""
+
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def within(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = values[self.number].detach()
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+class _Places:
+    """Says where among the entries a value lies."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+        self._numbers = {id(value): number for number, value in enumerate(values)}
+        self._owners: dict[tuple[int, torch.dtype], int] = {}
+        for number, value in enumerate(values):
+            if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided:
+                self._owners.setdefault(_storage(value), number)
+
+    def __call__(self, value: Value) -> int | _View | Value:
+        number = self._numbers.get(id(value))
+        if number is not None or type(value) is not torch.Tensor:
+            return value if number is None else number
+        number = self._owners.get(_storage(value))
+        if number is None or value.is_conj() or value.is_neg():
+            return value
+        offset = value.storage_offset() - self._values[number].storage_offset()
+        return _View(number, tuple(value.shape), value.stride(), offset)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage()._cdata, tensor.dtype
 
 
 def _ties(values: Mapping[str, Value]) -> list[list[str]]:
@@ -148,6 +206,12 @@ def _ties(values: Mapping[str, Value]) -> list[list[str]]:
             same = _identity(value)
         groups.setdefault(("alone", name) if same is None else same, []).append(name)
     return list(groups.values())
+
+
+def _has_shape(value: object) -> TypeGuard[torch.Tensor]:
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return False
+    return not torch.nn.parameter.is_lazy(value)
 
 
 def _identity(tensor: torch.Tensor) -> Hashable | None:

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 from weightsync.errors import SourceError
 from weightsync.manifest import describe
 from weightsync.sources.mapping import _identity, _ties
-from weightsync.weight import Piece, Value, Weight, is_collective, read
+from weightsync.tree import modules_of
+from weightsync.weight import Piece, Refusal, Value, Weight, is_collective, read
 
 
 class Checkpoint:
@@ -216,7 +217,7 @@ class _Plan:
 def _spare_names(model: nn.Module, tied: list[list[str]]) -> Iterator[str]:
     """The names of tied weights under which ``save_pretrained`` does not write them."""
     patterns = []
-    for prefix, module in model.named_modules():
+    for prefix, module in modules_of(model):
         for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys"):
             keys = getattr(module, attribute, None) or ()
             patterns += [re.compile(f"{prefix}.{key}" if prefix else key) for key in keys]
@@ -383,6 +384,7 @@ class _Batch:
     def __init__(self, model: Any, recipe: _Recipe, values: list[Value], turn: _Turn) -> None:
         self.recipe = recipe
         self.collective = any(map(is_collective, values))
+        self.refusal = _refusal(values)
         self.waiting: dict[int, torch.Tensor] = {}
         self._pieces: dict[int, list[Piece] | None] = {}
         self._model = model
@@ -445,6 +447,15 @@ class _Batch:
         return tensors
 
 
+def _refusal(values: list[Value]) -> Refusal | None:
+    """Why nothing can be made of some values."""
+    refusals = [value.refusal if isinstance(value, Weight) else None for value in values]
+    reason = next((refusal.reason for refusal in refusals if refusal), None)
+    if reason is None:
+        return None
+    return Refusal(reason, all(refusal and refusal.excluded for refusal in refusals))
+
+
 class _Converted(Weight):
     """A tensor of the checkpoint that is made of tensors of the model."""
 
@@ -463,6 +474,10 @@ class _Converted(Weight):
     @property
     def collective(self) -> bool:
         return self._batch.collective
+
+    @property
+    def refusal(self) -> Refusal | None:
+        return self._batch.refusal
 
     def read(self) -> torch.Tensor:
         return self._batch.read(self._number)
@@ -559,26 +574,35 @@ def _run(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     loading = _core_model_loading()
     if loading is None:
         return _renamed(model, state)
-    if getattr(model, "_weight_conversions", None) is not None:
-        model = _WithConversions(model)
-    converted: dict[str, torch.Tensor] = loading.revert_weight_conversion(model, state)
+    converted: dict[str, torch.Tensor] = loading.revert_weight_conversion(_Unwrapped(model), state)
     return converted
 
 
-class _WithConversions:
-    """A model with a copy of its conversions: reverting them changes the originals.
+class _Unwrapped:
+    """A model as its conversion is to see it: the modules without wrappers around them, and a copy
+    of the conversions that it was loaded by, because reverting them changes them.
 
     Those that cannot be reverted unpack a quantised checkpoint. What is sent is not packed.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._weight_conversions = deepcopy(
-            [conversion for conversion in model._weight_conversions if _reversible(conversion)]
-        )
+        self._weight_conversions = None  # those of the model's class
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is not None and not _of_an_adapter(conversions):
+            self._weight_conversions = deepcopy(list(filter(_reversible, conversions)))
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return modules_of(self._model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _of_an_adapter(conversions: list[Any]) -> bool:
+    """Whether ``load_adapter`` left there how it read the adapter, in place of the model's own."""
+    patterns = [p for each in conversions for p in getattr(each, "source_patterns", ())]
+    return any(pattern.startswith("base_model.model.") for pattern in patterns)
 
 
 def _reversible(conversion: Any) -> bool:
