@@ -293,3 +293,21 @@ def test_a_scale_that_the_configuration_does_not_tell():
 def test_a_model_without_adapter():
     with pytest.raises(ws.SourceError, match="no PeftModel in this Model"):
         ws.AdapterSource(Model())
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_an_adapter_that_began_with_another_base_needs_that_base(ends, kind):
+    """Its base is not the one that an engine loaded: that would compute another model, silently."""
+    base = Model()
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=kind))
+    with pytest.raises(ws.SourceError, match=r"changed base.*merge=False.*base_sent"):
+        ws.AdapterSource(model)
+    config, _ = sent_by(ws.AdapterSource(model, base_sent=True))
+    assert config["init_lora_weights"] is True
+
+
+def test_an_alpha_that_only_the_configuration_has(ends):
+    model = make(lora_alpha=8)
+    model.peft_config["default"].lora_alpha = 16
+    with pytest.raises(ws.SourceError, match="scales its adapter by 4, where an engine would"):
+        ws.AdapterSource(model)

@@ -150,17 +150,13 @@ def other_names(base):
             "LoRA rank 9 is greater than max_lora_rank 8",
         ),
         (
-            lambda base: make_adapter(base, 35, init_lora_weights="olora"),
-            "vLLM does not support init_lora_weights='olora'",
-        ),
-        (
             lambda base: make_adapter(base, 36, modules_to_save=["lm_head"]),
             r"Unsupported modules_to_save: \['lm_head'\]",
         ),
         (other_shape, r"policy': .*must match the size of tensor b \(256\)"),
         (other_names, r"expected target modules in .* received \['extra'"),
     ],
-    ids=["rank", "rank of a pattern", "changed base", "modules_to_save", "shape", "names"],
+    ids=["rank", "rank of a pattern", "modules_to_save", "shape", "names"],
 )
 def test_what_vllm_refuses_leaves_the_former_version(llm, ends, base, make, words):
     sender, receiver, engine = ends

@@ -33,23 +33,31 @@ class AdapterSource(ResidentSource):
         model: a ``PeftModel``, or a module that wraps one (``torch.compile``, DDP, FSDP).
         adapter: its name; None for the one that is active now.
         dtype: cast the tensors to this dtype while they are copied.
+        base_sent: some kinds of initialisation (PiSSA, OLoRA, ...) change the base as well. True
+            says that the engine has this trainer's base, sent with ``merge=False``.
 
     Raises:
         SourceError: there is no such adapter, or no vLLM can load adapters of its kind.
     """
 
     def __init__(
-        self, model: nn.Module, adapter: str | None = None, *, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        adapter: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        base_sent: bool = False,
     ) -> None:
         super().__init__(SourceOptions(dtype=dtype))
         self.model = model
         self._peft = _peft_model(model)
         self.adapter = _active(self._peft) if adapter is None else adapter
+        self._base_sent = base_sent
         self._config = torch.empty(0, dtype=torch.uint8)
         self.manifest()  # refused here rather than at the first update
 
     def entries(self) -> tuple[list[str], list[Any]]:
-        config = _configuration(self._peft, self.adapter)
+        config = _configuration(self._peft, self.adapter, self._base_sent)
         walk = _AdapterWalk(self._peft, self.adapter, config)
         walk.visit(self.model, "")
         if not walk.found:
@@ -128,7 +136,10 @@ class _AdapterWalk(Walk):
             raise SourceError(f"layer {name!r} is no plain LoRA layer ({kind}): no vLLM loads it")
         rank = layer.r[adapter]
         divisor = math.sqrt(rank) if self._config.get("use_rslora") else rank
-        said = layer.lora_alpha[adapter] / divisor
+        # Of the configuration, which is what engines get; patterns make layers differ.
+        one = not self._config.get("alpha_pattern")
+        alpha = self._config["lora_alpha"] if one else layer.lora_alpha[adapter]
+        said = alpha / divisor
         if not math.isclose(layer.scaling[adapter], said):
             raise SourceError(
                 f"layer {name!r} scales its adapter by {layer.scaling[adapter]:g}, where an engine "
@@ -169,7 +180,11 @@ _REFUSED = {
 """Options of a LoRA configuration with which no vLLM loads an adapter."""
 
 
-def _configuration(model: Any, adapter: str) -> dict[str, Any]:
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Kinds of ``init_lora_weights`` that change the base's weights too."""
+
+
+def _configuration(model: Any, adapter: str, base_sent: bool) -> dict[str, Any]:
     """What ``adapter_config.json`` says, without what is true on this machine only.
 
     Raises:
@@ -189,6 +204,15 @@ def _configuration(model: Any, adapter: str) -> dict[str, Any]:
                 f"adapter {adapter!r} cannot be sent by itself, as no vLLM loads {words} "
                 f"({option}={value!r:.80}); send the model, merged"
             )
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_BASE):
+        if not base_sent:
+            raise SourceError(
+                f"adapter {adapter!r} began with a changed base (init_lora_weights={start!r}): an "
+                "engine with the original one would compute another model. Send the base as well "
+                "(create_sender(model, merge=False)) and pass base_sent=True, or send it merged"
+            )
+        config["init_lora_weights"] = True  # what vLLM asks for where the base is the right one
     return {**config, "inference_mode": True, "base_model_name_or_path": None, "revision": None}
 
 
