@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import weightsync as ws
 from tests.conftest import assert_all_same, send
@@ -60,6 +61,8 @@ WRAPPED = {
     "checkpointed child": child(checkpoint_wrapper),
     "compiled child, checkpointed": child(lambda m: checkpoint_wrapper(compiled(m))),
     "checkpointed child, compiled": child(lambda m: compiled(checkpoint_wrapper(m))),
+    "averaged": lambda: AveragedModel(plain()),
+    "averaged, compiled": lambda: compiled(AveragedModel(plain())),
     "everything": lambda: compiled(DataParallel(child(checkpoint_wrapper)())),
 }
 

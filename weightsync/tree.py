@@ -112,6 +112,12 @@ def _plain(module: nn.Module, prefix: str, walk: Walk) -> None:
     walk.children(module, prefix)
 
 
+def visit_average(module: nn.Module, prefix: str, walk: Walk) -> None:
+    """An ``AveragedModel``: the model, without the count of what was averaged."""
+    average: Any = module
+    walk.visit(average.module, prefix)
+
+
 def _wrapper(attribute: str) -> Visitor:
     def visit(module: nn.Module, prefix: str, walk: Walk) -> None:
         walk.own(module, prefix)
@@ -162,6 +168,7 @@ _WRAPPERS = {
 
 _HOLDERS = {
     **_WRAPPERS,
+    "torch.optim.swa_utils.AveragedModel": "module",
     "peft.peft_model.PeftModel": "base_model",
     "peft.mixed_model.PeftMixedModel": "base_model",
     "peft.tuners.tuners_utils.BaseTuner": "model",
@@ -177,6 +184,7 @@ _KEEPERS = {
 
 _VISITORS = {
     # class, or package -> module and function that knows it; imported only where it is met
+    "torch.optim.swa_utils.AveragedModel": "weightsync.tree:visit_average",
     "peft.peft_model.PeftModel": "weightsync.sources.peft:visit_model",
     "peft.mixed_model.PeftMixedModel": "weightsync.sources.peft:visit_model",
     "peft.tuners.tuners_utils.BaseTuner": "weightsync.sources.peft:visit_tuner",

@@ -18,6 +18,7 @@ from weightsync.sources.transformers import checkpoint_of
 from weightsync.tensors import Facts
 from weightsync.transport import Targets
 from weightsync.tree import inside, state_of
+from weightsync.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,11 @@ class ModuleEngine(Engine):
         for kind in set(map(type, found.values())):
             if not issubclass(kind, torch.Tensor):
                 name = next(name for name, value in found.items() if type(value) is kind)
+                if issubclass(kind, Weight):
+                    raise EngineError(
+                        f"{name!r} is sharded, packed or has an adapter here, so that there is no "
+                        "tensor to write it into: let a plain model receive"
+                    )
                 raise EngineError(f"{name!r} is a {kind.__name__}, not a tensor")
         return found
 
