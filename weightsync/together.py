@@ -11,7 +11,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +71,11 @@ def lead(
             )
     hosts = {socket.gethostname(), *(answer["host"] for answer in answers)}
     direct = _is_direct(gather, publisher, hosts)
-    looked = replace(inventory, ranks=ranks.members)
-    gathered = looked.gathered() if direct else looked.streamed()
-    looked = replace(looked, rest=partial(_led, ranks, inventory, gathered))
+    looked = replace(
+        inventory, ranks=ranks.members, rest=lambda: _led(ranks, looked, looked.streamed())
+    )
+    if direct:
+        looked = replace(looked, rest=lambda: _led(ranks, looked, looked.gathered()))
     crew = _Crew(ranks) if direct else None
     return publisher.publish(version, Looked(looked), deadline, receivers, crew)
 

@@ -34,8 +34,7 @@ class Sharded(Weight):
 
     @property
     def collective(self) -> bool:
-        spread = not all(placement.is_replicate() for placement in self._tensor.placements)
-        return spread and self._tensor.device_mesh.size() > 1
+        return _is_spread(self._tensor.device_mesh, self._tensor.placements)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
@@ -47,24 +46,42 @@ class Sharded(Weight):
         return whole
 
     def pieces(self) -> list[Piece] | None:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         mesh, placements = self._tensor.device_mesh, self._tensor.placements
-        if not self.collective or not all(p.is_replicate() or _is_block(p) for p in placements):
+        if not self.collective:
             return None
-        holders = _holders(mesh, placements, tuple(mesh.get_coordinate()))
-        if holders is None:
+        block = _block(self.shape, mesh, placements, tuple(mesh.get_coordinate()))
+        if block is None:
             return None
         local = self._tensor._local_tensor.detach()
         if local.numel() == 0:
             return []
-        shape, offsets = compute_local_shape_and_global_offset(self.shape, mesh, placements)
-        if tuple(shape) != tuple(local.shape):
+        shape, offsets, holders = block
+        if shape != tuple(local.shape):
             raise SourceError(f"this rank holds {list(local.shape)} of it, not {list(shape)}")
-        return [Piece(local, self.shape, tuple(offsets), dist.get_rank(), holders)]
+        return [Piece(local, self.shape, offsets, dist.get_rank(), holders)]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
+def _is_spread(mesh: Any, placements: Any) -> bool:
+    return mesh.size() > 1 and not all(placement.is_replicate() for placement in placements)
+
+
+@lru_cache(maxsize=4096)
+def _block(
+    whole: tuple[int, ...], mesh: Any, placements: Any, coordinates: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Shape, offsets and holders of what this rank holds of a tensor; None if it is no block."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not all(p.is_replicate() or _is_block(p) for p in placements):
+        return None
+    holders = _holders(mesh, placements, coordinates)
+    if holders is None:
+        return None
+    shape, offsets = compute_local_shape_and_global_offset(whole, mesh, placements)
+    return tuple(shape), tuple(offsets), holders
+
+
 def _holders(mesh: Any, placements: Any, coordinates: tuple[int, ...]) -> tuple[int, ...] | None:
     """The ranks that hold the same as this one; None if torch does not say what each holds."""
     ranks = mesh.mesh
