@@ -55,6 +55,7 @@ def lead(
             "an iterable is not sent by several ranks: pass the module or a mapping to all of "
             "them, or the iterable to a sender of rank 0 alone, without group="
         )
+    _require_all(inventory, ranks)
     answers = ranks.collect("ready", deadline)
     ranks.forget_older()
     for rank, answer in enumerate(answers, 1):
@@ -108,6 +109,7 @@ def follow(
     answer: Message = {"host": socket.gethostname(), "version": number}
     with ranks.answering("ready", answer):
         inventory = replace(source.inventory(), ranks=ranks.members)
+        _require_all(inventory, ranks)
         answer["fingerprint"] = inventory.manifest.fingerprint
         answer["tensors"] = len(inventory.manifest.tensors)
     while True:
@@ -131,6 +133,22 @@ def follow(
             return message
         if leaving is not None:
             raise leaving
+
+
+def _require_all(inventory: Inventory, ranks: Ranks) -> None:
+    """
+    Raises:
+        SourceError: a weight is held by ranks that do not take part, and would be waited for.
+    """
+    for number in inventory.streamed():
+        value = inventory.values[number]
+        among = value.among if isinstance(value, Weight) else None
+        if among is not None and not among <= ranks.members:
+            raise SourceError(
+                f"tensor {inventory.manifest.tensors[number].name!r} cannot be sent: ranks "
+                f"{sorted(among)} hold it together, and of them only "
+                f"{sorted(among & ranks.members)} send; group= names all that hold the model"
+            )
 
 
 def _led(

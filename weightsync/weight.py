@@ -40,6 +40,12 @@ class Weight(ABC):
         """Whether all ranks of the trainer must read it together, in the same order."""
         return False
 
+    @property
+    def among(self) -> frozenset[int] | None:
+        """The ranks (their numbers in the default group) without which it is not whole, where that
+        is known."""
+        return None
+
     @abstractmethod
     def read(self) -> torch.Tensor:
         """The values: dense, of ``shape`` and ``dtype``, on any device.

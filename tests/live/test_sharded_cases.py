@@ -54,11 +54,12 @@ def test_each_replica_of_a_hybrid_trainer_publishes_to_a_path_of_its_own(
         assert_all_same(sent_to(path), expected())
 
 
-def test_a_group_that_is_not_all_that_hold_the_model(world, run_dir):
+@both_ways
+def test_a_group_that_is_not_all_that_hold_the_model(world, run_dir, gather):
     ranks = world(4)
     paths = two_paths(run_dir)
     ranks(build_replicas, "sharded over all")
-    ranks(connect_half, paths)
+    ranks(connect_half, paths, gather=gather)
     for outcome in ranks.outcomes(trainers.update, 1):
         assert outcome.kind == "SourceError"
         assert re.search(r"tensor '(embed.weight|temperature)' cannot be sent", outcome.text)

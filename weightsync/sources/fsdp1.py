@@ -101,6 +101,10 @@ class Flat(Weight):
     def collective(self) -> bool:
         return self._unit.spread
 
+    @property
+    def among(self) -> frozenset[int] | None:
+        return frozenset(dist.get_process_group_ranks(self._unit._handle.process_group))
+
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         begin, end = self._unit.ranges[self._member]

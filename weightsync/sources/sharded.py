@@ -36,6 +36,11 @@ class Sharded(Weight):
     def collective(self) -> bool:
         return _is_spread(self._tensor.device_mesh, self._tensor.placements)
 
+    @property
+    def among(self) -> frozenset[int] | None:
+        mesh, placements = self._tensor.device_mesh, self._tensor.placements
+        return _among(mesh, placements, tuple(mesh.get_coordinate()))
+
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         tensor = self._tensor.detach()
@@ -64,6 +69,14 @@ class Sharded(Weight):
 @lru_cache(maxsize=4096)
 def _is_spread(mesh: Any, placements: Any) -> bool:
     return mesh.size() > 1 and not all(placement.is_replicate() for placement in placements)
+
+
+@lru_cache(maxsize=4096)
+def _among(mesh: Any, placements: Any, coordinates: tuple[int, ...]) -> frozenset[int]:
+    """The ranks that hold other parts than this one, and this one."""
+    where = zip(coordinates, placements, strict=True)
+    index = tuple(c if p.is_replicate() else slice(None) for c, p in where)
+    return frozenset(mesh.mesh[index].flatten().tolist())
 
 
 @lru_cache(maxsize=4096)
