@@ -110,7 +110,6 @@ CONFIGS = {
 }
 DEEPSEEK = "DeepseekV3Config", {**LATENT, "topk_method": "noaux_tc"}
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="weightsync/vllm_worker/compat.py does not yet")
 DEFAULT = ("gpt2", "gemma3", "qwen3_moe", "falcon_h1")
 
 
@@ -170,8 +169,7 @@ def follows(config, folder, path, **options):
 
 
 def marks(name):
-    found = [] if name in DEFAULT else [pytest.mark.slow]
-    return [*found, NOT_YET] if name in ("gpt_oss", "llama4") else found
+    return [] if name in DEFAULT else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,6 @@ def test_the_models_of_transformers_inside_vllm(name, tmp_path, path):
     follows(config_of(CONFIGS[name]), tmp_path, path, model_impl="transformers")
 
 
-@NOT_YET
 def test_a_router_with_a_bias(tmp_path, path):
     """B1: the bias is a buffer, which vLLM loads in a way of its own.
 

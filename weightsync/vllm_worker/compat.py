@@ -9,14 +9,20 @@ for and undone here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _KERNELS = "_weightsync_moe_kernels"
 """Attribute of a model in reload: ``(quant_method, kernel)`` of the layers in question."""
+
+_UNGUARDED = "_weightsync_unguarded"
+"""Attribute of a model in reload: see :func:`_unguarded`."""
 
 
 def begin_reload(model: nn.Module) -> None:
@@ -25,6 +31,25 @@ def begin_reload(model: nn.Module) -> None:
 
     initialize_layerwise_reload(model)
     _forget_moe_kernels(model)
+    setattr(model, _UNGUARDED, _unguarded(model))
+
+
+def _unguarded(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors that a reload writes at once, before it is finished, with their values now.
+
+    vLLM buffers what is loaded, except for these: a router's bias would be the new one already
+    while an update is only looked at, and stay so if the update is refused (seen with 0.32.0).
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names = getattr(layerwise, "SKIP_LOAD_TENSORS", ())
+    tensors = [
+        tensor
+        for layer in model.modules()
+        for name, tensor in (layer._parameters | layer._buffers).items()
+        if name in names and tensor is not None and not tensor.is_meta
+    ]
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 def _forget_moe_kernels(model: nn.Module) -> None:
@@ -69,6 +94,7 @@ def finish_reload(model: nn.Module, model_config: Any) -> None:
         quant_method = getattr(layer, "quant_method", None)
         if quant_method is not None:
             quant_method.process_weights_after_loading(layer)
+    setattr(model, _UNGUARDED, [])
     _restore_moe_kernels(model)
 
 
@@ -89,7 +115,53 @@ def abandon_reload(model: nn.Module) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+    for tensor, former in getattr(model, _UNGUARDED, ()):
+        tensor.data.copy_(former)
+    setattr(model, _UNGUARDED, [])
     _restore_moe_kernels(model)
+
+
+class _DirectWrites(TorchFunctionMode):
+    """Hands what a model copies into its parameters itself, past their loaders, to a loader.
+
+    A layer in reload does not see such writes, and would keep its old values (gpt-oss).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {
+            parameter.untyped_storage()._cdata: (layer, name)
+            for layer in model.modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.is_meta
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # While a loader runs, vLLM counts by a mode of its own what it copies.
+        counted = bool(_get_current_dispatch_mode_stack())
+        if func is torch.Tensor.copy_ and args[0].is_meta and not counted:
+            layer, name = self._parameters.get(args[0].untyped_storage()._cdata, (None, ""))
+            if layer is not None:
+                return _load_directly(layer, name, *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _load_directly(layer: nn.Module, name: str, tensor: torch.Tensor) -> Any:
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    parameter: Any = getattr(layer, name)
+    parameter.weight_loader = default_weight_loader
+    layerwise._wrap_parameters_weight_loader(layer)
+    parameter.weight_loader(parameter, tensor)
+    return parameter
+
+
+def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The model's own ``load_weights``, of which a reload misses nothing."""
+    loader: Any = model
+    with _DirectWrites(model):
+        loader.load_weights(weights)
 
 
 @contextmanager
@@ -151,7 +223,13 @@ def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
 
     loaded: dict[str, set[Any]] = {}
     for parameter, bound in info.loaded_weights:
-        loaded.setdefault(parameter, set()).add(_part(bound))
+        brought = loaded.setdefault(parameter, set())
+        part = _part(bound)
+        if bound.arguments.get("expert_id") is not None and _weight(bound).dim() == 3:
+            # All experts at once (Llama 4), whichever it is said to be.
+            brought |= {each for each in _expected_parts(layer, parameter) if each[1] == part[1]}
+        else:
+            brought.add(part)
     lacking = []
     # Parameters only: buffers (rotary tables, ...) are mostly computed, not loaded.
     for parameter, tensor in layer.named_parameters(recurse=False):
@@ -176,6 +254,11 @@ def _part(bound: Any) -> Any:
             part = tuple(part) if isinstance(part, list) else part
             return part if expert is None else (expert, part)
     return None
+
+
+def _weight(bound: Any) -> torch.Tensor:
+    tensor: torch.Tensor = bound.arguments["loaded_weight"]
+    return tensor
 
 
 def _expected_parts(layer: nn.Module, parameter: str) -> set[Any]:

@@ -248,7 +248,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             at.clear()
 
         try:
-            self.model.load_weights(watched())
+            compat.load(self.model, watched())
         except Exception as error:
             where = "".join(at)
             words = f"{error!s:.500}"
