@@ -26,6 +26,9 @@ from weightsync.report import SyncReport
 Message = dict[str, Any]
 T = TypeVar("T")
 
+EARLY = 1.0
+"""Seconds that a rank may be ahead of rank 0 after one of them missed a call."""
+
 STUCK = 1.0
 """Seconds for a call of the store that takes none, unless the process that holds it is stopped."""
 
@@ -33,9 +36,9 @@ STUCK = 1.0
 class Ranks:
     """One trainer's ranks. Rank 0 of the group says what is done; the others follow.
 
-    They :meth:`meet` first. Then all begin every operation in the same order. Each operation has
-    messages of its own, which stay until every rank has begun a later one: a rank that missed an
-    operation hears how it ended instead of waiting for it.
+    They :meth:`meet` first. Then rank 0 begins operations and the others join them. Each operation
+    has messages of its own, which stay until every rank has joined a later one: a rank that comes
+    late hears how it ended instead of waiting for it.
 
     Args:
         purpose: what they meet for; ranks that meet for another purpose at the same time do not
@@ -114,24 +117,61 @@ class Ranks:
         return self.rank == 0
 
     @contextmanager
-    def operation(self) -> Iterator[None]:
-        """One operation of all ranks. What rank 0 raises in it, the others raise as well."""
-        self._operation += 1
+    def operation(self, deadline: Deadline) -> Iterator[None]:
+        """One operation of all ranks. What rank 0 raises in it, the others raise as well.
+
+        Raises:
+            DeadlineError: rank 0 began none in time.
+        """
         self._said = self._heard = self._turns = 0
-        self._older += self._keys
-        self._keys = [f"{self._operation}/turn"] if self.leads else []
-        if not self.leads:
+        if self.leads:
+            self._operation += 1
+            self._older += self._keys
+            self._keys = [f"{self._operation}/turn"]
+            self._store.set("now", json.dumps(self._operation))
+        else:
             try:
-                yield
+                self._join(deadline)
             except BaseException as error:
-                self.leave(error)
+                self._note(error)
                 raise
-            return
         try:
             yield
         except BaseException as error:
-            self.say(_described(error))
+            if self.leads:
+                self.say(_described(error))
+            else:
+                self.leave(error)
             raise
+
+    def _join(self, deadline: Deadline) -> None:
+        """Take part in the newest operation, whatever this rank has missed.
+
+        One that has failed already is over: this rank came too late for it, or it never called
+        for it and is early for the next one, which rank 0 would begin soon.
+        """
+        self._bounded(lambda: self._delete(f"absent/{self.rank}"), Deadline(0))
+        if not self._newer(deadline):
+            raise DeadlineError(
+                f"rank 0 of the trainer said nothing for {deadline.seconds:.1f} s: {_SAME_CALLS}"
+            )
+        while self._get(f"{self._operation}/said/0") and self._newer(deadline.at_most(EARLY)):
+            pass
+
+    def _note(self, error: BaseException) -> None:
+        """Leave word that this rank was here before rank 0, and is no more."""
+        with suppress(WeightSyncError):
+            note = _described(error)
+            self._bounded(lambda: self._put(f"absent/{self.rank}", note), Deadline(0))
+
+    def _newer(self, deadline: Deadline) -> bool:
+        def attempt() -> int | None:
+            now: Any = self._get("now")
+            return now if now is not None and now > self._operation else None
+
+        now = self._bounded(lambda: deadline.wait(attempt), deadline)
+        self._operation = now or self._operation
+        return now is not None
 
     # ---------------------------------------------------------------- rank 0
 
@@ -161,6 +201,7 @@ class Ranks:
             DeadlineError: names the ranks that did not answer.
         """
         answers: dict[int, Message] = {}
+        given_up: dict[int, Deadline] = {}
 
         def attempt() -> bool | None:
             for rank in range(1, self.size):
@@ -169,6 +210,13 @@ class Ranks:
                     if answer is not None:
                         _raise_if_error(answer, f"rank {rank}")
                         answers[rank] = answer
+                        continue
+                    note = self._get(f"absent/{rank}")
+                    if note is None:
+                        given_up.pop(rank, None)
+                    elif given_up.setdefault(rank, Deadline(EARLY)).expired:
+                        self._delete(f"absent/{rank}")
+                        _raise_if_error(note, f"rank {rank}")
             left = self._get(f"{self._operation}/turn")
             if isinstance(left, dict):
                 _raise_if_error(left, f"rank {left['rank']}")
@@ -256,6 +304,10 @@ class Ranks:
             found = self._store.get(key) if self._store.check([key]) else None
         message: Message | None = None if found is None else json.loads(found)
         return message
+
+    def _delete(self, key: str) -> bool:
+        with _reached():
+            return bool(self._store.delete_key(key))
 
     def _bounded(self, call: Callable[[], T], deadline: Deadline) -> T | None:
         """Call the store, which answers nobody while the process that holds it is stopped."""

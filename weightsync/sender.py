@@ -118,7 +118,7 @@ class Sender:
         # Met anew: a rank may be another process than the last time.
         self._ranks = Ranks(self.scheme.to_url(), self._group)
         self._ranks.meet(deadline)
-        with self._ranks.operation():
+        with self._ranks.operation(deadline):
             if self._ranks.leads:
                 self._open(manifest, receivers, deadline)
                 self._ranks.collect("connected", deadline)
@@ -194,7 +194,7 @@ class Sender:
             if self._ranks is None:
                 source = self._checked(weights, wait, receivers)
                 return self._update(source, version, wait, deadline, receivers, began)
-            with self._ranks.operation():  # first of all: the ranks count alike, whatever fails
+            with self._ranks.operation(deadline):  # first of all: all hear what fails here
                 source = self._checked(weights, wait, receivers)
                 if not self._ranks.leads:
                     return self._follow(self._ranks, source, deadline, version)

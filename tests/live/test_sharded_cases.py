@@ -598,3 +598,21 @@ def test_rank_0_is_stopped_and_the_store_with_it(torchrun, run_dir):
     with pytest.raises(PeerError, match=r"rank 1 of the trainer .* said nothing"):
         first.call(trainers.update, 2, timeout=60, within=5)
     assert_all_work(ranks, run_dir, 3)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_are_in_step_again_after_one_missed_a_call(world, run_dir, absent, first):
+    """Whichever rank missed it, and whichever comes first to the next one."""
+    ranks = world(2)
+    ranks(trainers.build, "fsdp2")
+    ranks(trainers.connect, run_dir)
+    with pytest.raises(PeerError, match="rank"):
+        ranks.peers[1 - absent].call(trainers.update, timeout=0.3)
+    for _ in range(2):
+        ranks.peers[first].start(trainers.update)
+        time.sleep(0.3)
+        ranks.peers[1 - first].start(trainers.update)
+        for peer in ranks.peers:
+            peer.result()
+    assert_all_same(sent_to(run_dir), expected())
