@@ -201,3 +201,8 @@ def test_only_floating_point_is_cast():
         wire = torch.bfloat16 if dtype.is_floating_point else dtype
         assert options.wire_dtype("w", dtype) == wire
     assert SourceOptions().wire_dtype("w", torch.float64) == torch.float64
+
+
+def test_an_exemption_from_nothing():
+    with pytest.raises(SourceError, match="keep_dtype= exempts from dtype="):
+        SourceOptions(keep_dtype=["*"])

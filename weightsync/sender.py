@@ -210,6 +210,8 @@ class Sender:
             raise WeightSyncError("the sender is not connected: call connect() first")
         if isinstance(receivers, str):
             raise TypeError(f"receivers={receivers!r}: a list of ids")
+        if isinstance(weights, int):
+            raise SourceError(f"{weights!r} is no set of weights; a step is passed as version=")
         source = self._source if weights is None else as_source(weights, self._options)
         if source is None:
             raise SourceError("no weights: pass a model to create_sender or update_weights")

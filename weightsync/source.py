@@ -54,6 +54,8 @@ class SourceOptions:
             raise SourceError(f"dtype={dtype!r}: a floating-point torch.dtype was expected")
         if rename is not None and not callable(rename):
             raise SourceError(f"rename={rename!r:.80}: a function from name to name was expected")
+        if self.keep_dtype and dtype is None:
+            raise SourceError("keep_dtype= exempts from dtype=, which was not given")
         for name in ("keep_dtype", "include", "exclude"):
             patterns = getattr(self, name)
             if patterns is not None and (

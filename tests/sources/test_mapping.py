@@ -124,3 +124,13 @@ def test_tensordict_holds_other_things_too():
     """Like a module's extra state: no weight."""
     weights = TensorDict({"a": torch.ones(2), "note": "text", "b": {"note": "text"}})
     assert as_source(weights).manifest().names() == ["a"]
+
+
+def test_patterns_that_leave_nothing(ends):
+    with pytest.raises(SourceError, match="nothing to send"):
+        as_source({"a": torch.ones(1)}, SourceOptions(exclude=["*"])).manifest()
+
+
+def test_names_of_adapters_in_a_mapping_are_pointed_out(caplog):
+    as_source({"q_proj.base_layer.weight": torch.ones(1)})
+    assert "pass the model itself" in caplog.text

@@ -182,7 +182,7 @@ class ModuleEngine(Engine):
         if different or nothing or (self._strict and (missing or unexpected)):
             listed = self._strict or nothing
             raise MismatchError(
-                _complain(missing if listed else (), unexpected, different, listed),
+                _complain(missing if listed else (), unexpected, different, listed, nothing),
                 missing=missing,
                 unexpected=unexpected,
                 different=different,
@@ -345,6 +345,7 @@ def _complain(
     unexpected: tuple[str, ...],
     different: dict[str, tuple[str, str]],
     strict: bool,
+    nothing: bool,
 ) -> str:
     parts = []
     if different:
@@ -357,7 +358,9 @@ def _complain(
         parts.append(f"{len(missing)} tensors here were not sent: {_some(missing)}")
     if unexpected and strict:
         parts.append(f"{len(unexpected)} tensors sent are not here: {_some(unexpected)}")
-    if strict and not different:
+    if nothing:
+        parts.append("No name is on both sides: rename= on the sender maps them")
+    elif strict and not different:
         parts.append("strict=False updates what both sides have")
     return "the weights sent do not fit this model; nothing was changed. " + ". ".join(parts)
 

@@ -104,7 +104,10 @@ class ResidentSource(WeightSource):
                     self._leave_out(refusal)
         values = self.converted(values)
         options.check_patterns([*values, *refused])
-        values = {name: value for name, value in values.items() if options.sends(name)}
+        chosen = {name: value for name, value in values.items() if options.sends(name)}
+        if values and not chosen:
+            raise SourceError("include= and exclude= leave nothing to send")
+        values = chosen
         refusals = {name: v.refusal for name, v in values.items() if isinstance(v, Weight)}
         for refusal in dict.fromkeys(filter(None, refusals.values())):
             self._leave_out(refusal)
@@ -228,6 +231,13 @@ class MappingSource(ResidentSource):
     def __init__(self, weights: Mapping[str, torch.Tensor], options: SourceOptions) -> None:
         super().__init__(options)
         self._weights = weights
+        adapted = [name for name in weights if isinstance(name, str) and ".base_layer." in name]
+        if adapted:
+            log.warning(
+                "the mapping has names of a PEFT model (%r, ...): nothing is merged, and no engine "
+                "knows them; to send merged values pass the model itself",
+                adapted[0],
+            )
 
     def entries(self) -> tuple[list[str], list[Any]]:
         return list(self._weights.keys()), list(self._weights.values())
