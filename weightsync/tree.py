@@ -55,7 +55,7 @@ class Walk:
             beyond: a class that was mixed into the module's own, and is dealt with already.
         """
         kind: Any = type(module)
-        _visitor(kind, beyond)(module, prefix, self)
+        visitor_of(kind, beyond)(module, prefix, self)
 
     def parameters(self, module: nn.Module) -> dict[str, Any]:
         """A module's own parameters, or what is taken for them."""
@@ -224,8 +224,11 @@ def _kinds(kind: type) -> set[str]:
 
 
 @lru_cache(maxsize=4096)
-def _visitor(kind: type, beyond: type | None) -> Visitor:
-    # The most derived class that is known decides.
+def visitor_of(kind: type, beyond: type | None) -> Visitor:
+    """How to collect a module of a class (of what is beyond one of its bases, if that is given).
+
+    The most derived class that is known decides.
+    """
     classes = kind.__mro__
     for base in classes[classes.index(beyond) + 1 :] if beyond else classes:
         name = f"{base.__module__}.{base.__qualname__}"

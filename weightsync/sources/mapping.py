@@ -115,7 +115,7 @@ class ResidentSource(WeightSource):
         sent: list[Value] = []
         aliases: dict[str, str] = {}
         entries: list[tuple[str, torch.dtype, Iterable[int]]] = []
-        for tied in _ties(values):
+        for tied in ties_of(values):
             main = self.primary(tied) if len(tied) > 1 else tied[0]
             value = values[main]
             final = options.final(main)
@@ -199,14 +199,14 @@ def _storage(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage()._cdata, tensor.dtype
 
 
-def _ties(values: Mapping[str, Value]) -> list[list[str]]:
+def ties_of(values: Mapping[str, Value]) -> list[list[str]]:
     """The names, those of one tensor together, in the order of each tensor's first name."""
     groups: dict[Hashable, list[str]] = {}
     for name, value in values.items():
         if isinstance(value, Weight):
             same: Hashable | None = value.identity
         else:
-            same = _identity(value)
+            same = identity_of(value)
         groups.setdefault(("alone", name) if same is None else same, []).append(name)
     return list(groups.values())
 
@@ -217,7 +217,7 @@ def _has_shape(value: object) -> TypeGuard[torch.Tensor]:
     return not torch.nn.parameter.is_lazy(value)
 
 
-def _identity(tensor: torch.Tensor) -> Hashable | None:
+def identity_of(tensor: torch.Tensor) -> Hashable | None:
     """Equal for tensors that are the same elements in the same order; None if there are none."""
     if tensor.numel() == 0:
         return None

@@ -25,7 +25,7 @@ from torch import nn
 from weightsync.errors import SourceError
 from weightsync.source import as_value, log
 from weightsync.sources.quantised import as_stored, dense_weight
-from weightsync.tree import Walk, _visitor, inside, state_of
+from weightsync.tree import Walk, inside, state_of, visitor_of
 from weightsync.weight import Value, Weight, is_collective, read
 
 # ---- visitors ----
@@ -407,7 +407,7 @@ class _Parts(Walk):
 
     def visit(self, module: nn.Module, prefix: str, beyond: type | None = None) -> None:
         kind: Any = type(module)
-        if _visitor(kind, beyond) is visit_layer:
+        if visitor_of(kind, beyond) is visit_layer:
             self.own(module, prefix)
             self.children(module, prefix)
         else:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from weightsync.errors import SourceError
 from weightsync.manifest import describe
-from weightsync.sources.mapping import _identity, _ties
+from weightsync.sources.mapping import identity_of, ties_of
 from weightsync.tree import modules_of
 from weightsync.weight import Piece, Refusal, Value, Weight, is_collective, read
 
@@ -55,7 +55,7 @@ class Checkpoint:
         ignored = getattr(self._model, "_keys_to_ignore_on_save", None) or ()
         values = {name: value for name, value in values.items() if name not in ignored}
         forms = {name: _Form.of(value) for name, value in values.items()}
-        tied = [names for names in _ties(values) if len(names) > 1]
+        tied = [names for names in ties_of(values) if len(names) > 1]
         if self._plan is None or (self._plan.forms, self._plan.tied) != (forms, tied):
             self._plan = _Plan.of(self._model, forms, tied)
         return self._plan.apply(self._model, values)
@@ -413,7 +413,7 @@ class _Batch:
 
     def identity(self) -> Hashable | None:
         identities = [
-            value.identity if isinstance(value, Weight) else _identity(value)
+            value.identity if isinstance(value, Weight) else identity_of(value)
             for value in self._values
         ]
         return None if None in identities else tuple(identities)
