@@ -82,7 +82,6 @@ CONFIGS = {
         },
     ),
     "qwen3": ("Qwen3Config", HEADS),
-    "gemma2": ("Gemma2Config", GEMMA),
     "phi3": ("Phi3Config", {}),
     "glm4": ("Glm4Config", HEADS),
     "olmo2": ("Olmo2Config", {}),
