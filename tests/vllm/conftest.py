@@ -35,6 +35,24 @@ def llama_config(**changes):
     )
 
 
+def mixtral_config():
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=256,
+        sliding_window=None,
+        architectures=["MixtralForCausalLM"],
+        torch_dtype="float32",
+    )
+
+
 def make_model(config, seed):
     """A model whose greedy tokens depend on every weight."""
     from transformers import AutoModelForCausalLM

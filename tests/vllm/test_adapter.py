@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.vllm.conftest import PROMPTS, expected, llama_config, make_llm, make_model, stop
+from tests.vllm.conftest import (
+    PROMPTS,
+    expected,
+    llama_config,
+    make_llm,
+    make_model,
+    mixtral_config,
+    stop,
+)
 from weightsync.engines.vllm_adapter import _Folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -305,20 +313,7 @@ def test_base_and_adapter_side_by_side(llm, ends, base, path):
 
 def test_experts_that_vllm_would_leave_aside_are_refused(path, tmp_path):
     """It reports success for them. No tokens: on the CPU it has no LoRA for experts."""
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(
-        vocab_size=100,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        sliding_window=None,
-        architectures=["MixtralForCausalLM"],
-        torch_dtype="float32",
-    )
+    config = mixtral_config()
     config.save_pretrained(tmp_path)
     stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = make_model(config, seed=1)

@@ -11,6 +11,7 @@ from tests.vllm.conftest import (
     llama_config,
     make_llm,
     make_model,
+    mixtral_config,
     stop,
 )
 
@@ -234,21 +235,8 @@ def test_without_the_backend_the_error_says_which_argument_to_pass(path):
 def test_a_mixture_of_experts_takes_every_update(path, tmp_path):
     """vLLM's own reload leaves the CPU's experts in the wrong layout, and reports success."""
     from safetensors.torch import load_file
-    from transformers import MixtralConfig
 
-    config = MixtralConfig(
-        vocab_size=100,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=256,
-        sliding_window=None,
-        architectures=["MixtralForCausalLM"],
-        torch_dtype="float32",
-    )
+    config = mixtral_config()
     config.save_pretrained(tmp_path)
     llm = make_llm(tmp_path)
     try:

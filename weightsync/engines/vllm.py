@@ -183,20 +183,26 @@ class VLLMEngine(Engine):
         return states
 
     def _bounded(self, function: Callable[[], T], deadline: Deadline, what: str) -> T:
-        # vLLM's own RPC timeouts leave replies behind that later calls would get. The workers
-        # keep the deadline themselves; this catches those that do not answer at all.
-        within = Deadline(deadline.remaining + _GRACE)
-        return call_with_deadline(function, within, f"vLLM's {what}", self._require_alive)
+        return call_vllm(self._llm, function, deadline, what)
 
-    def _require_alive(self) -> None:
-        """vLLM notices that its engine process died, but does not tell a call that waits for it.
 
-        Raises:
-            EngineDiedError: it did.
-        """
-        core = getattr(self._llm.llm_engine, "engine_core", None)
+def call_vllm(llm: Any, function: Callable[[], T], deadline: Deadline, what: str) -> T:
+    """Call a ``vllm.LLM``, and stop waiting when its engine process dies or does not answer.
+
+    Raises:
+        EngineDiedError: it died: vLLM notices that, but does not tell a call that waits for it.
+        DeadlineError: it had not answered a grace time after the deadline.
+    """
+    # vLLM's own RPC timeouts leave replies behind that later calls would get. The workers keep the
+    # deadline themselves; this catches those that do not answer at all.
+
+    def require_alive() -> None:
+        core = getattr(llm.llm_engine, "engine_core", None)
         if getattr(getattr(core, "resources", None), "engine_dead", False):
             raise EngineDiedError("vLLM's engine process died")
+
+    within = Deadline(deadline.remaining + _GRACE)
+    return call_with_deadline(function, within, f"vLLM's {what}", require_alive)
 
 
 def accepts(target: Any) -> bool:

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from weightsync.deadline import Deadline, call_with_deadline
+from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update
+from weightsync.engines.vllm import call_vllm
 from weightsync.errors import (
-    EngineDiedError,
     EngineError,
     EngineUnusableError,
     MismatchError,
@@ -41,7 +41,6 @@ from weightsync.sources.adapter import CONFIG_NAME
 from weightsync.transport import Snapshot
 from weightsync.version import Version
 
-_GRACE = 10.0
 _FIRST_ID = 1 << 20
 """vLLM identifies adapters by numbers; those that users choose themselves are small."""
 
@@ -239,16 +238,8 @@ class VLLMAdapter(Engine):
             raise EngineError("the engine is asleep: an adapter can be loaded after llm.wake_up()")
 
     def _call(self, what: str, function: Callable[[Any], T], deadline: Deadline | None = None) -> T:
-        within = Deadline((deadline.remaining if deadline else 0.0) + _GRACE)
         engine = self._llm.llm_engine
-        return call_with_deadline(
-            lambda: function(engine), within, f"vLLM's {what}", self._require_alive
-        )
-
-    def _require_alive(self) -> None:
-        core = getattr(self._llm.llm_engine, "engine_core", None)
-        if getattr(getattr(core, "resources", None), "engine_dead", False):
-            raise EngineDiedError("vLLM's engine process died")
+        return call_vllm(self._llm, lambda: function(engine), deadline or Deadline(0.0), what)
 
 
 _MATTERS = ("rank_pattern", "alpha_pattern", "use_rslora")
