@@ -37,19 +37,21 @@ def test_ranks_send_the_whole_model(ranks, run_dir, kind, gather):
     ranks(trainers.end_senders)
 
 
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_is_merged_on_the_gpu(ends, dtype):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
+    config = transformers.Qwen3Config(**SMALL, head_dim=16)
     base = transformers.AutoModelForCausalLM.from_config(config).to("cuda", dtype)
     lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(base, lora)
@@ -63,15 +65,7 @@ def test_lora_is_merged_on_the_gpu(ends, dtype):
 def test_packed_experts_on_the_gpu(ends):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
+        **SMALL, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
     )
     model = transformers.AutoModelForCausalLM.from_config(config).cuda()
     _, sent = send(ends, model)

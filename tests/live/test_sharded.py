@@ -159,6 +159,14 @@ class TestInStep:
         ranks(trainers.update, 2)
         assert_all_same(read(ends_of(run_dir))[1], expected())
 
+    def test_too_little_room_is_said_to_all_ranks(self, mortal, run_dir):
+        ranks = mortal(2)
+        ranks(trainers.build, "fsdp2")
+        ranks(trainers.no_room)
+        for outcome in ranks.outcomes(trainers.connect, run_dir, gather=False):
+            assert outcome.kind == "NoRoomError"
+            assert "10 are free" in outcome.text
+
     def test_an_update_that_the_transport_refuses(self, world, run_dir):
         ranks = world(2)
         ranks(trainers.build, "fsdp2")

@@ -298,6 +298,13 @@ def failing_source(state, rank, words="out of memory"):
         state.sender._source.inventory = inventory
 
 
+def no_room(state):
+    """Have the file system be all but full."""
+    from weightsync.files import Directory
+
+    Directory.free_bytes = lambda self: 10
+
+
 def failing_rows(state, rank):
     """Have one rank fail while it writes its rows."""
 
