@@ -73,6 +73,11 @@ class Engine(ABC):
     def target(self) -> Any:
         """The object whose weights are updated: the one the user passed."""
 
+    @property
+    def workers(self) -> int:
+        """How many processes of its own open the snapshots; 0: the receiver's process does."""
+        return 0
+
     def connect(self, url: str, deadline: Deadline) -> None:
         """Get ready to take updates from this scheme.
 

@@ -68,6 +68,7 @@ class Receiver:
         self._options = options
         self._apply_timeout = apply_timeout
         self._subscriber = scheme.create_subscriber(self.id)
+        self._url = scheme.for_workers(self.id).to_url()
         self._held: Update | None = None
         self._attempted: Version | None = None
         self._state: State = "connected"
@@ -90,7 +91,8 @@ class Receiver:
         deadline = Deadline(timeout)
         with self._busy:
             try:
-                self._engine.connect(self.scheme.to_url(), deadline)
+                self._engine.connect(self._url, deadline)
+                self._subscriber.delegate(self._engine.workers)
             except Exception as error:
                 self._state, self._error = "failed", _words(error)
                 self._tell_failure(deadline.at_most(_REPORT_SECONDS))
@@ -236,7 +238,7 @@ class Receiver:
     def _apply(self, version: Version, deadline: Deadline) -> SyncReport:
         began = time.perf_counter()
         snapshot = self._subscriber.snapshot(version, deadline)
-        update = Update(self.scheme.to_url(), version, snapshot)
+        update = Update(self._url, version, snapshot)
         paused = 0.0
         loaded = False
         try:
@@ -400,7 +402,7 @@ class Receiver:
         new = as_engine(engine, **(options or self._options))
         with self._busy:
             if self._connected:
-                new.connect(self.scheme.to_url(), Deadline(self._apply_timeout))
+                new.connect(self._url, Deadline(self._apply_timeout))
             self._engine.close()
             self._engine = new
             if self._held is not None:

@@ -73,6 +73,7 @@ class SyncReport:
         unexpected: names that were sent and the engine does not have (likewise).
         skipped: the sender found no free buffer and was told not to wait: nothing was published.
         receivers: what the receivers known at the end of the call said.
+        notes: what else people should know of it (why a fallback was used, say).
     """
 
     version: Version
@@ -85,6 +86,7 @@ class SyncReport:
     unexpected: tuple[str, ...] = ()
     skipped: bool = False
     receivers: tuple[ReceiverReport, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def behind(self) -> tuple[ReceiverReport, ...]:
         """The receivers that do not hold this version."""
@@ -101,6 +103,7 @@ class SyncReport:
         fields["seconds"] = Seconds(**document["seconds"])
         fields["missing"] = tuple(document["missing"])
         fields["unexpected"] = tuple(document["unexpected"])
+        fields["notes"] = tuple(document["notes"])
         fields["receivers"] = tuple(map(_receiver, document["receivers"]))
         return cls(**fields)
 

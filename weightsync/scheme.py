@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 _REGISTRY: dict[str, type[WeightSyncScheme]] = {}
 _ENTRY_POINTS = "weightsync.schemes"
 _ERRORS = "surrogateescape"  # how Python holds file names that are not UTF-8
-_BUILT_IN = {"shm": "weightsync.schemes.double_buffer"}
+_BUILT_IN = {
+    "shm": "weightsync.schemes.double_buffer",
+    "nccl": "weightsync.schemes.nccl",
+    "disk": "weightsync.schemes.disk",
+    "fallback": "weightsync.schemes.fallback",
+}
 
 S = TypeVar("S", bound="type[WeightSyncScheme]")
 
@@ -48,6 +53,20 @@ class WeightSyncScheme(ABC):
     @abstractmethod
     def create_subscriber(self, receiver: str | None = None) -> Subscriber:
         """The inference end's raw end. Without an id it can read, but is not waited for."""
+
+    def for_workers(self, receiver: str) -> WeightSyncScheme:
+        """The scheme that is handed, as a URL, to the worker processes of a receiver's engine."""
+        return self
+
+    def create_reader(self, rank: int, size: int) -> Subscriber:
+        """The end in one of an engine's worker processes, made from :meth:`for_workers`.
+
+        It is used for ``snapshot`` only, and needs no ``open``.
+
+        Args:
+            rank, size: this worker's number among all that read for the same receiver.
+        """
+        return self.create_subscriber()
 
     @abstractmethod
     def address(self) -> tuple[str, str]:
@@ -104,6 +123,20 @@ class WeightSyncScheme(ABC):
         tail = f"?{urlencode(query, errors=_ERRORS)}" if query else ""
         return f"{self.url_scheme}://{host}{quote(path, errors=_ERRORS)}{tail}"
 
+    @classmethod
+    def from_url(cls, url: str) -> WeightSyncScheme:
+        """The reverse of :meth:`to_url`, for a URL that begins with this scheme's name.
+
+        Raises:
+            SchemeError: an unknown option, or a value of the wrong kind; says what exists.
+        """
+        parts = urlsplit(url)
+        if parts.fragment:
+            raise SchemeError(f"{url!r:.200}: '#' begins nothing here; write it as %23 in a path")
+        pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_ERRORS)
+        options = _parse(cls, pairs, taken=_address_fields(cls))
+        return cls.from_address(parts.netloc, unquote(parts.path, errors=_ERRORS), options)
+
     def _options(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
@@ -132,12 +165,7 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
         parts = None
     if parts is None or not parts.scheme or not isinstance(url, str):
         raise SchemeError(f"not a URL of a scheme: {url!r:.200}; like shm:///dev/shm/run42")
-    cls = _find(parts.scheme)
-    if parts.fragment:
-        raise SchemeError(f"{url!r:.200}: '#' begins nothing here; write it as %23 in a path")
-    pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_ERRORS)
-    options = _parse(cls, pairs, taken=_address_fields(cls))
-    return cls.from_address(parts.netloc, unquote(parts.path, errors=_ERRORS), options)
+    return _find(parts.scheme).from_url(url)
 
 
 def scheme_from_dict(values: dict[str, Any]) -> WeightSyncScheme:

@@ -288,6 +288,8 @@ class Sender:
             published.changed,
             Seconds(looked + published.extract, published.transfer),
             skipped=published.skipped,
+            receivers=published.failures,
+            notes=published.notes,
         )
         if not published.skipped:
             self._version = new
@@ -315,7 +317,7 @@ class Sender:
         receivers: Sequence[str] | None,
     ) -> SyncReport:
         """Have the attached receivers apply the version, and wait for the others if asked to."""
-        answers: dict[str, ReceiverReport] = {}
+        answers = {lost.receiver: lost for lost in report.receivers}
         for receiver in self._attached:
             if receivers is not None and receiver.id not in receivers:
                 continue

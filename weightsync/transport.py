@@ -34,6 +34,9 @@ class Published:
         changed: see :class:`~weightsync.report.SyncReport`.
         extract: seconds spent in the source; transfer: seconds spent on the bytes.
         skipped: no buffer was free and the scheme does not wait: nothing was published.
+        failures: the receivers that were lost or late on the way; the others have the version.
+            For transports that hand it to each receiver themselves.
+        notes: what else people should know of it (why a fallback was used, say).
     """
 
     nbytes: int
@@ -42,6 +45,8 @@ class Published:
     extract: float
     transfer: float
     skipped: bool = False
+    failures: tuple[ReceiverReport, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Crew(ABC):
@@ -67,11 +72,16 @@ class Publisher(ABC):
     """Whether ``publish`` takes a crew, and ``contribute`` works."""
 
     @abstractmethod
-    def open(self, deadline: Deadline) -> int:
+    def open(self, deadline: Deadline, epoch: int | None = None) -> int:
         """Take ownership of the run and return this sender's epoch.
 
+        Args:
+            epoch: to be used instead of one drawn here, for a sender that publishes through
+                several transports; may also be raised by opening again what is open.
+
         Raises:
-            SenderBusyError: another live sender owns it.
+            SenderBusyError: another live sender owns it. VersionError: the run has seen a sender
+                of this epoch, or of a later one.
         """
 
     @abstractmethod
@@ -212,6 +222,13 @@ class Snapshot(ABC):
 
 class Subscriber(ABC):
     """The inference end of a transport. Any number may be open at any time."""
+
+    def delegate(self, workers: int) -> None:
+        """Say, before ``open``, that other processes read the snapshots for this receiver.
+
+        Each of them has a reader (:meth:`WeightSyncScheme.create_reader`). This end then watches
+        and acknowledges; its own snapshots need to know the manifest only.
+        """
 
     @abstractmethod
     def open(self, deadline: Deadline) -> None:

@@ -48,6 +48,11 @@ class VLLMEngine(Engine):
     def target(self) -> Any:
         return self._llm
 
+    @property
+    def workers(self) -> int:
+        config = self._llm.llm_engine.vllm_config.parallel_config
+        return int(config.world_size * config.data_parallel_size)
+
     def connect(self, url: str, deadline: Deadline) -> None:
         config = getattr(self._llm.llm_engine.vllm_config, "weight_transfer_config", None)
         backend = getattr(config, "backend", None)

@@ -176,7 +176,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._subscriber is None or url != self._url:
             if self._subscriber is not None:
                 self._subscriber.close()
-            self._subscriber = scheme_from_url(url).create_subscriber()
+            config = self.parallel_config
+            rank = config.data_parallel_rank * config.world_size + config.rank
+            size = config.data_parallel_size * config.world_size
+            self._subscriber = scheme_from_url(url).create_reader(rank, size)
             self._url = url
         return self._subscriber
 

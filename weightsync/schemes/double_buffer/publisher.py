@@ -78,14 +78,16 @@ class DoubleBufferPublisher(Publisher):
 
     # ---------------------------------------------------------------- owning the run
 
-    def open(self, deadline: Deadline) -> int:
+    def open(self, deadline: Deadline, epoch: int | None = None) -> int:
         if self._lock is not None and self._lock.exists:
+            if epoch is not None and epoch != self._epoch:
+                self._begin(self._lock, self._epoch, epoch)
             return self._epoch
         if self._end is not None:  # the directory was removed behind our back
             self._end()
         run, lock = self._own(deadline)
         try:
-            self._take_over(run, lock)
+            self._take_over(run, lock, epoch)
         except BaseException:
             run.discard(layout.SENDER_LOCK)
             lock.release()
@@ -97,7 +99,7 @@ class DoubleBufferPublisher(Publisher):
         self._end = Finalize(self, _end, arguments, exitpriority=0)
         return self._epoch
 
-    def _take_over(self, run: Directory, lock: Lock) -> None:
+    def _take_over(self, run: Directory, lock: Lock, epoch: int | None) -> None:
         """Begin a new epoch, and remove what the former sender's death left."""
         self._generation = None
         self._head_digests = None
@@ -105,18 +107,26 @@ class DoubleBufferPublisher(Publisher):
         self._head = self._former_head(run)
         if self._head is not None:
             before = max(before, self._head.version.epoch)
-        # The clock keeps epochs growing over a directory that was removed and made again; one tick
-        # of it passes, so that the next sender's is another even if this one ends at once.
-        time.sleep(0.001)
-        self._epoch = max(before + 1, self._epoch + 1, int(time.time() * 1000))
-        lock.write(
-            json.dumps(
-                {"epoch": self._epoch, "host": socket.gethostname(), "pid": os.getpid()}
-            ).encode()
-        )
+        self._begin(lock, max(before, self._epoch), epoch)
         run.subdirectory(layout.RECEIVERS, create=True)
-        self._receivers = Receivers(self._owned, self._epoch)
         self._sweep(run)
+
+    def _begin(self, lock: Lock, before: int, epoch: int | None) -> None:
+        """Begin an epoch later than ``before``."""
+        if epoch is None:
+            # The clock keeps epochs growing over a directory that was removed and made again; one
+            # tick of it passes, so that the next sender's is another even if this one ends at once.
+            time.sleep(0.001)
+            epoch = max(before + 1, int(time.time() * 1000))
+        if epoch <= before:
+            raise VersionError(
+                f"{self._scheme.path} has seen a sender of epoch {before}; {epoch} is not later"
+            )
+        self._epoch = epoch
+        lock.write(
+            json.dumps({"epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+        )
+        self._receivers = Receivers(self._owned, epoch)
 
     def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
         path = self._scheme.path
