@@ -1,7 +1,31 @@
-"""For tests of schemes, engines and training loops, ours and other people's."""
+"""For tests of schemes, engines and training loops, ours and other people's.
+
+:class:`FakeEngine` is an engine in miniature. :class:`SchemeConformance` is a suite of tests that
+every scheme passes, and each class of it one part; :mod:`~weightsync.testing.faults` makes things
+go wrong. The suite needs pytest; the fake engine does not.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from weightsync.testing.fake_engine import FakeEngine, flip_bit
 
-__all__ = ["FakeEngine", "flip_bit"]
+if TYPE_CHECKING:
+    from weightsync.testing.conformance import RoundTrip as RoundTrip
+    from weightsync.testing.conformance import SchemeConformance as SchemeConformance
+
+_SUITE = "weightsync.testing.conformance"
+_PARTS = ("SchemeConformance", "RoundTrip")
+
+__all__ = ["FakeEngine", "flip_bit", *_PARTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    pytest.register_assert_rewrite(_SUITE)  # so that a failed assertion shows its values
+    return getattr(importlib.import_module(_SUITE), name)
