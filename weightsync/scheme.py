@@ -46,6 +46,9 @@ class WeightSyncScheme(ABC):
     url_scheme: ClassVar[str]
     """The part of the URL before ``://``."""
 
+    address_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that the URL's address gives, besides those without a default."""
+
     @abstractmethod
     def create_publisher(self) -> Publisher:
         """The trainer's raw end."""
@@ -202,9 +205,10 @@ def _find(name: str) -> type[WeightSyncScheme]:
 
 
 def _address_fields(cls: type[WeightSyncScheme]) -> set[str]:
-    """The fields that the URL's address gives: those without a default."""
+    """The fields that the URL's address gives."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {field.name for field in fields if field.default is dataclasses.MISSING}
+    without = {field.name for field in fields if field.default is dataclasses.MISSING}
+    return without | set(cls.address_fields)
 
 
 def _require_known(
@@ -239,8 +243,13 @@ def _from_text(text: str, hint: Any) -> Any:
     """Read a value of a URL's query: text, number, truth value, or one of a list."""
     choices = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hint = next(choice for choice in choices if choice is not type(None))
+        # A list of several where one value would do: "4,2" for 4.
+        several = [choice for choice in choices if typing.get_origin(choice) is tuple]
+        one = next(choice for choice in choices if choice is not type(None))
+        hint = several[0] if several and "," in text else one
         choices = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_from_text(part, choices[0]) for part in text.split(","))
     if typing.get_origin(hint) is typing.Literal:
         if text not in choices:
             raise ValueError(f"one of {', '.join(map(str, choices))} was expected")
@@ -257,4 +266,6 @@ def _from_text(text: str, hint: Any) -> Any:
 def _to_text(value: Any) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
+    if isinstance(value, tuple):
+        return ",".join(map(_to_text, value))
     return str(value)

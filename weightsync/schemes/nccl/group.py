@@ -1,0 +1,202 @@
+"""One group of torch's own: a sender and those that receive from it in one round.
+
+A group is built for one set of processes, and left when one of them is lost. Collectives of a group
+that was left may still be stuck in torch: gloo cannot abort them, they end by their own timeout. So
+their buffers are never used again, and whoever is done with them is a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
+from weightsync.schemes.nccl import endpoint
+from weightsync.schemes.nccl.endpoint import Endpoint
+
+STUCK = 60.0
+"""Seconds after which a collective that nobody waits for any more ends by itself (gloo)."""
+
+_POLL = timedelta(milliseconds=50)
+_building = threading.Lock()
+
+
+def serve_store(host: str) -> tuple[Endpoint, dist.TCPStore]:
+    """A store on a free port of an address, on a socket that we bound ourselves."""
+    listening = endpoint.listen(Endpoint(host, 0))
+    where = Endpoint(host, int(listening.getsockname()[1]))
+    store = dist.TCPStore(
+        host,
+        where.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listening.detach(),
+    )
+    return where, store
+
+
+def join_store(where: Endpoint, seconds: float) -> dist.TCPStore:
+    timeout = timedelta(seconds=max(1.0, seconds))
+    return dist.TCPStore(where.host, where.port, is_master=False, timeout=timeout)
+
+
+class Group:
+    """
+    Args:
+        store: shared by all members; key: unique to this group.
+        host: the address by which other members reach this process (gloo).
+        seconds: for all members to come.
+
+    Attributes:
+        buffers: of its collectives, and of no other group's.
+
+    Raises:
+        WeightSyncError: it could not be built; has torch's words.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        store: dist.Store,
+        key: str,
+        rank: int,
+        size: int,
+        host: str,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        place = dist.PrefixStore(key, store)
+        place.set_timeout(timedelta(seconds=max(0.1, seconds)))
+        make = _gloo if backend == "gloo" else _nccl
+        try:
+            self._group: Any = make(place, rank, size, host, device, seconds)
+        except Exception as error:
+            raise WeightSyncError(
+                f"the {backend} group of {size} could not be built as rank {rank}: {error!s:.500}"
+            ) from None
+        self._works: list[dist.Work] = []
+        self.buffers: list[torch.Tensor] = []
+
+    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
+        """Begin to send a buffer from rank 0 to all; its bytes are in use until the work is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=STUCK)
+        work: dist.Work = self._group.broadcast([buffer], options)
+        self._works.append(work)
+        return work
+
+    def is_done(self, work: dist.Work) -> bool:
+        """Wait a moment for a work. Whether it is done.
+
+        Raises:
+            WeightSyncError: it failed; has torch's words.
+        """
+        if not work.is_completed():
+            if self._device.type == "cuda":
+                time.sleep(0.0002)
+                if not work.is_completed():
+                    return False
+            else:
+                # Waits in C++, and leaves the operation alone if that was not long enough.
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_POLL)
+                if not work.is_completed():
+                    return False
+        try:
+            work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            raise WeightSyncError(f"{error!s:.300}") from None
+        self._works.remove(work)
+        return True
+
+    def leave(self) -> None:
+        """Let it go, whatever state it is in; takes no time. Idempotent."""
+        group, self._group = self._group, None
+        works, self._works = self._works, []
+        if group is None:
+            return
+        if not works:
+            with contextlib.suppress(Exception):
+                group.shutdown()
+            return
+
+        def end() -> None:
+            nonlocal group, works
+            with contextlib.suppress(Exception):
+                group.abort()  # of no effect with gloo
+            for work in works:
+                with contextlib.suppress(Exception):
+                    work.wait(timedelta(seconds=STUCK))
+            works = []
+            group = None
+
+        threading.Thread(target=end, name="weightsync leave", daemon=True).start()
+
+
+def _gloo(
+    place: dist.Store, rank: int, size: int, host: str, device: torch.device, seconds: float
+) -> Any:
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=max(0.1, seconds))
+    options._threads = 2
+    return gloo(place, rank, size, options)
+
+
+def _nccl(
+    place: dist.Store, rank: int, size: int, host: str, device: torch.device, seconds: float
+) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # deadlines are kept here; torch would end the process
+    with (
+        _building,
+        _environment(
+            # torch's watchdog would end the process, trainer or engine, when a peer is lost.
+            TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+            TORCH_NCCL_ENABLE_MONITORING="0",
+            TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        ),
+    ):
+        group = dist.ProcessGroupNCCL(place, rank, size, options)
+    # NCCL connects at the first collective: do it now, so that a failure is one of set-up.
+    with torch.cuda.device(device):
+        first = group.allreduce([torch.zeros(1, device=device)])
+        deadline = Deadline(seconds)
+        while not first.is_completed():
+            if deadline.expired:
+                threading.Thread(target=group.abort, daemon=True).start()
+                raise WeightSyncError(f"not all members came within {seconds:.0f} s")
+            time.sleep(0.001)
+        first.wait()
+    return group
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    former = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,279 @@
+"""The trainer's end: listens for receivers, and broadcasts each version to all that are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.chunks import Copier
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, ReceiverError, VersionError, WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.report import ReceiverReport
+from weightsync.run.records import is_receiver_id
+from weightsync.schemes.nccl.buckets import Packer, Summary
+from weightsync.schemes.nccl.control import Server
+from weightsync.schemes.nccl.endpoint import Endpoint, is_loopback
+from weightsync.schemes.nccl.members import Member, Members
+from weightsync.schemes.nccl.topology import device_identity
+from weightsync.schemes.nccl.transfer import Rounds, Transfer
+from weightsync.source import Inventory, WeightSource
+from weightsync.transport import Crew, Published, Publisher
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.schemes.nccl import NCCLScheme
+
+log = logging.getLogger("weightsync")
+
+
+class NCCLPublisher(Publisher):
+    """See :class:`~weightsync.transport.Publisher`; the protocol is in docs/architecture.md."""
+
+    def __init__(self, scheme: NCCLScheme) -> None:
+        self._scheme = scheme
+        self._server: Server | None = None
+        self._members: Members | None = None
+        self._rounds: Rounds | None = None
+        self._epoch = 0
+        self._update = 0
+        self._last: Version | None = None
+        self._summary: Summary | None = None
+        self._met = False
+        self._device = torch.device("cpu")
+        self._copier = Copier(scheme.threads)
+        self._pid = os.getpid()
+        self._end: Finalize[None] | None = None
+
+    # ---------------------------------------------------------------- owning the run
+
+    def open(self, deadline: Deadline, epoch: int | None = None) -> int:
+        if self._server is not None and self._pid == os.getpid():
+            if epoch is not None and epoch != self._epoch:
+                self._begin(epoch)
+            return self._epoch
+        scheme = self._scheme
+        self._device = scheme.device_here()
+        self._begin(epoch)
+        device = device_identity() if scheme.backend == "nccl" else ""
+        members = Members(scheme.backend, device, scheme.workers, lambda: self._epoch)
+        where = Endpoint(scheme.master_address, scheme.port)
+        if scheme.token is None and not is_loopback(where.host):
+            log.warning("%s can be reached by other hosts, and asks for no token=", where)
+        server = Server(where, scheme.token, members.serve)
+        try:
+            rounds = Rounds(scheme, members, self._device)
+        except BaseException:
+            server.close()
+            raise
+        self._server, self._members, self._rounds = server, members, rounds
+        self._pid = os.getpid()
+        self._met = False
+        # Also when the trainer lets go of the sender without shutdown().
+        self._end = Finalize(self, _end, (server, members, rounds, self._pid), exitpriority=0)
+        return self._epoch
+
+    def _begin(self, epoch: int | None) -> None:
+        if epoch is None:
+            time.sleep(0.001)  # so that the next sender's is another even if this one ends at once
+            epoch = max(self._epoch + 1, int(time.time() * 1000))
+        if epoch <= self._epoch:
+            raise VersionError(f"this sender's epoch was {self._epoch}; {epoch} is not later")
+        self._epoch = epoch
+        self._last = self._summary = None
+
+    def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
+        self._owned()  # receivers make room when the first version comes
+
+    def _owned(self) -> tuple[Members, Rounds]:
+        if self._members is None or self._rounds is None:
+            raise WeightSyncError("the publisher is not open")
+        if self._pid != os.getpid():
+            raise WeightSyncError(
+                "this publisher was opened in another process; open one in this process"
+            )
+        return self._members, self._rounds
+
+    # ---------------------------------------------------------------- publishing
+
+    def publish(
+        self,
+        version: Version,
+        weights: WeightSource,
+        deadline: Deadline,
+        receivers: Sequence[str] | None = None,
+        crew: Crew | None = None,
+    ) -> Published:
+        began = time.perf_counter()
+        members, rounds = self._owned()
+        self._require_newer(version)
+        members.forget_signed_off()
+        for receiver in receivers or ():
+            if not is_receiver_id(receiver):
+                raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
+        inventory = weights.inventory()
+        looked = time.perf_counter() - began
+        targets, absent = self._targets(members, receivers, deadline)
+        self._update += 1
+        transfer = Transfer(
+            self._scheme,
+            members,
+            rounds,
+            targets,
+            self._update,
+            version,
+            inventory.manifest,
+            self._device,
+            deadline,
+        )
+        try:
+            summary = self._send(transfer, inventory, version, deadline)
+        except BaseException as error:
+            transfer.cancel()
+            if isinstance(error, WeightSyncError) and not transfer.replicas:
+                failures = (*absent, *self._failures(members, transfer))
+                members.forget(report.receiver for report in failures)
+                raise ReceiverError(str(error), failures) from None
+            raise
+        changed = summary.changed_since(self._summary)
+        self._last, self._summary = version, summary
+        for member in transfer.replicas:
+            if not members.announce(member, version, inventory.manifest):
+                transfer.lost[member.id] = False, "its process is gone"
+        failures = (*absent, *self._failures(members, transfer))
+        members.forget(report.receiver for report in failures)
+        return Published(
+            inventory.manifest.payload,
+            len(inventory.manifest.tensors),
+            changed,
+            looked,
+            time.perf_counter() - began - looked,
+            failures=failures,
+        )
+
+    def _send(
+        self, transfer: Transfer, inventory: Inventory, version: Version, deadline: Deadline
+    ) -> Summary:
+        transfer.begin()
+        digest = self._scheme.verify
+        packer = Packer(inventory, self._copier, transfer.next_buffer, digest)
+        for bucket in packer.buckets():
+            transfer.send(bucket)
+            if deadline.expired:
+                raise DeadlineError(
+                    f"version {version} was not on its way within {deadline.seconds:.1f} s"
+                )
+        summary = packer.summary()
+        if version == self._last and self._summary is not None:
+            if summary.digest is None or summary.digest != self._summary.digest:
+                raise VersionError(
+                    f"version {version.number} was published before with other weights: "
+                    "receivers that hold it would never see these; use a newer number"
+                )
+        transfer.finish()
+        return summary
+
+    def _targets(
+        self, members: Members, receivers: Sequence[str] | None, deadline: Deadline
+    ) -> tuple[list[Member], list[ReceiverReport]]:
+        """Whom a version is sent to, and those of ``receivers`` that are not there.
+
+        The first update waits until as many replicas as were announced are there, or one.
+
+        Raises:
+            DeadlineError: nobody is there.
+        """
+        wanted = self._scheme.num_replicas or 1
+
+        def able() -> list[Member]:
+            return [
+                member
+                for member in members.known()
+                if member.is_whole
+                and not member.failed
+                and not member.left
+                and (receivers is None or member.id in receivers)
+            ]
+
+        def there() -> bool:
+            if receivers is not None:
+                return len(able()) == len(set(receivers))
+            return len(able()) >= (1 if self._met else wanted)
+
+        patience = deadline
+        if self._met and able():
+            patience = deadline.at_most(min(self._scheme.peer_timeout, deadline.remaining / 2))
+        came = members.wait_for(there, patience)
+        targets = able()
+        if not targets or not (came or self._met):
+            connected = ", ".join(str(r.receiver) for r in members.reports()) or "none"
+            raise DeadlineError(
+                f"waited {deadline.seconds:.1f} s for "
+                f"{len(receivers) if receivers is not None else wanted} receivers to send the "
+                f"version to; connected: {connected}"
+            )
+        self._met = True
+        found = {member.id for member in targets}
+        absent = [
+            self._absent(members, receiver) for receiver in receivers or () if receiver not in found
+        ]
+        if receivers is None:  # lost since the last update, which is said once
+            absent += [r for r in members.reports() if r.state == "dead"]
+        return targets, absent
+
+    @staticmethod
+    def _absent(members: Members, receiver: str) -> ReceiverReport:
+        member = members.find(receiver)
+        if member is None or member.left:
+            return ReceiverReport(receiver, "waiting", error="it is not connected")
+        return members.report_of(member)
+
+    @staticmethod
+    def _failures(members: Members, transfer: Transfer) -> list[ReceiverReport]:
+        failures = []
+        for receiver, (late, why) in transfer.lost.items():
+            member = members.find(receiver)
+            report = member.report if member else ReceiverReport(receiver, "dead")
+            state = "waiting" if late else "dead"
+            failures.append(replace(report, state=state, error=why))  # type: ignore[arg-type]
+        return failures
+
+    def _require_newer(self, version: Version) -> None:
+        if version.epoch != self._epoch:
+            raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
+        if self._last is not None and version < self._last:
+            raise VersionError(
+                f"version {version.number} is older than the last, {self._last.number}"
+            )
+
+    # ---------------------------------------------------------------- receivers
+
+    def receivers(self) -> list[ReceiverReport]:
+        return self._owned()[0].reports()
+
+    def wait_applied(
+        self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
+    ) -> list[ReceiverReport]:
+        return self._owned()[0].wait_applied(version, deadline, receivers)
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        self._server = self._members = self._rounds = None
+        self._copier.close()
+        if self._end is not None:
+            self._end()
+
+
+def _end(server: Server, members: Members, rounds: Rounds, pid: int) -> None:
+    if os.getpid() == pid:
+        server.close()
+        rounds.close()
+        members.close()

@@ -1,0 +1,228 @@
+"""Versions as they arrive: whole or not at all, in buffers of the receiving process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.chunks import Copier, Geometry
+from weightsync.deadline import Deadline
+from weightsync.errors import NoRoomError, VersionGoneError, WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.transport import Snapshot, Targets
+from weightsync.version import Version
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A manifest, and what is computed from it once."""
+
+    manifest: Manifest
+    geometry: Geometry
+
+
+class Slot:
+    """One buffer. ``version`` is None while nothing whole is in it."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.version: Version | None = None
+        self.layout: Layout | None = None
+        self.leases = 0
+        self.filling = False
+
+    def fit(self, nbytes: int) -> None:
+        """
+        Raises:
+            NoRoomError: there is too little memory.
+        """
+        if len(self.bytes) >= nbytes > len(self.bytes) // 2:
+            return
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # never both at a time
+        try:
+            self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        except (RuntimeError, MemoryError):
+            raise NoRoomError(
+                f"no memory for a buffer of {nbytes:,} bytes (buffers=1 needs half as much)"
+            ) from None
+
+
+class Staging:
+    """A few slots, and who uses them.
+
+    A slot that is leased is never written. Of the others, the one that holds what the engine went
+    on with last (``keep``) is written only if there is no other.
+    """
+
+    def __init__(self, buffers: int, copier: Copier) -> None:
+        self._slots = [Slot() for _ in range(buffers)]
+        self._copier = copier
+        self._changed = threading.Condition()
+        self._layout: Layout | None = None
+
+    def layout(self, fingerprint: str, manifest: str | None) -> Layout:
+        """The layout with a fingerprint, read from JSON the first time.
+
+        Raises:
+            ManifestError: the JSON is malformed. WeightSyncError: it is of another manifest.
+        """
+        if self._layout is None or self._layout.manifest.fingerprint != fingerprint:
+            read = Manifest.from_json((manifest or "").encode())
+            if read.fingerprint != fingerprint:
+                raise WeightSyncError("the manifest is not the one that was announced")
+            self._layout = Layout(read, Geometry(read))
+        return self._layout
+
+    def begin(
+        self,
+        layout: Layout,
+        keep: Version | None,
+        deadline: Deadline,
+        check: Callable[[], None],
+    ) -> Slot | None:
+        """A slot to write into; what was in it is gone. None: all were in use until the deadline.
+
+        Args:
+            check: called while waiting; may raise.
+        """
+        with self._changed:
+            while True:
+                check()
+                free = [slot for slot in self._slots if not slot.leases and not slot.filling]
+                if free:
+                    slot = min(free, key=lambda slot: _worth(slot, keep))
+                    slot.version, slot.filling = None, True
+                    break
+                if deadline.expired:
+                    return None
+                self._changed.wait(min(0.1, deadline.remaining))
+        try:
+            slot.fit(layout.manifest.nbytes)
+        except BaseException:
+            self.end(slot, None)
+            raise
+        slot.layout = layout
+        return slot
+
+    def end(self, slot: Slot, version: Version | None) -> None:
+        """The slot holds a version now; or nothing, if None."""
+        with self._changed:
+            for other in self._slots:
+                if other is not slot and other.version == version:
+                    other.version = None  # the same number once more: this is the newer copy
+            slot.version, slot.filling = version, False
+            self._changed.notify_all()
+
+    def holds(self, version: Version) -> bool:
+        with self._changed:
+            return any(slot.version == version for slot in self._slots)
+
+    def lease(self, version: Version, deadline: Deadline) -> StagedSnapshot:
+        """
+        Raises:
+            VersionGoneError: it is not here until the deadline, or not any more.
+        """
+        with self._changed:
+            while True:
+                for slot in self._slots:
+                    if slot.version == version and slot.layout is not None:
+                        slot.leases += 1
+                        return StagedSnapshot(self, slot, version, slot.layout, self._copier)
+                newest = max((s.version for s in self._slots if s.version), default=None)
+                if deadline.expired or (newest is not None and newest > version):
+                    raise VersionGoneError(
+                        f"version {version} is not in this process's buffers; the newest there is "
+                        f"{newest or 'none'}"
+                    )
+                self._changed.wait(min(0.1, deadline.remaining))
+
+    def release(self, slot: Slot) -> None:
+        with self._changed:
+            slot.leases -= 1
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Give the memory back that nobody leases."""
+        with self._changed:
+            for number, slot in enumerate(self._slots):
+                if not slot.leases and not slot.filling:
+                    self._slots[number] = Slot()
+
+
+def _worth(slot: Slot, keep: Version | None) -> tuple[bool, Version]:
+    return slot.version is not None and slot.version == keep, slot.version or Version(0, 0)
+
+
+class StagedSnapshot(Snapshot):
+    """A lease on a slot. Its bytes were compared with their digests when they arrived."""
+
+    def __init__(
+        self, staging: Staging, slot: Slot, version: Version, layout: Layout, copier: Copier
+    ) -> None:
+        self.version = version
+        self.manifest = layout.manifest
+        self._geometry = layout.geometry
+        self._staging = staging
+        self._slot: Slot | None = slot
+        self._bytes = slot.bytes
+        self._copier = copier
+
+    def tensor(self, name: str) -> torch.Tensor:
+        self._require_open()
+        spec = self.manifest.spec(name)
+        flat = self._bytes[spec.offset : spec.offset + spec.nbytes]
+        return flat.view(spec.dtype).view(spec.shape)
+
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        self._require_open()
+
+    def copy_into(self, targets: Targets) -> None:
+        self._require_open()
+        slot = memoryview(self._bytes.numpy())
+        self._copier.read(self._geometry, slot, targets.addresses, None)
+        for name, target in targets.others.items():
+            # .data: also for modules built under inference_mode, which refuse copy_ outside it.
+            copy_values(target.data, self.tensor(name))
+
+    def _require_open(self) -> None:
+        if self._slot is None:
+            raise WeightSyncError(f"version {self.version}: the snapshot is closed")
+
+    def close(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._staging.release(slot)
+
+
+@torch.no_grad()
+def copy_values(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    try:
+        into.copy_(tensor)
+    except NotImplementedError:  # int1 to uint7 have no copy kernel; their bytes are whole
+        into.view(torch.uint8).copy_(tensor.view(torch.uint8))
+
+
+class DescribedSnapshot(Snapshot):
+    """What the end that watches for others knows of a version: its manifest."""
+
+    def __init__(self, version: Version, manifest: Manifest) -> None:
+        self.version = version
+        self.manifest = manifest
+
+    def tensor(self, name: str) -> torch.Tensor:
+        raise WeightSyncError(
+            f"version {self.version} went to the engine's workers; this process has no bytes of it"
+        )
+
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        pass  # each worker has verified its copy when it arrived
+
+    def copy_into(self, targets: Targets) -> None:
+        for name in targets.tensors:
+            self.tensor(name)
+
+    def close(self) -> None:
+        pass

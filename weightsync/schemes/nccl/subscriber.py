@@ -1,0 +1,163 @@
+"""The inference end: hears of versions, and says how it went. The bytes are a reader's business."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from weightsync.deadline import Deadline
+from weightsync.errors import ProtocolError, VersionGoneError, WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.report import ReceiverReport
+from weightsync.run.records import report_to_json, require_receiver_id
+from weightsync.schemes.nccl.control import Connection, Message
+from weightsync.schemes.nccl.endpoint import Endpoint
+from weightsync.schemes.nccl.link import Link
+from weightsync.schemes.nccl.reader import Reader
+from weightsync.schemes.nccl.staging import DescribedSnapshot
+from weightsync.transport import Snapshot, Subscriber
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.schemes.nccl import NCCLScheme
+
+
+class NCCLSubscriber(Subscriber):
+    """See :class:`~weightsync.transport.Subscriber`; the protocol is in docs/architecture.md."""
+
+    def __init__(self, scheme: NCCLScheme, receiver: str | None) -> None:
+        require_receiver_id(receiver)
+        self._scheme = scheme
+        self._anonymous = receiver is None
+        self._receiver = receiver or f"anonymous-{os.getpid()}-{secrets.token_hex(4)}"
+        self._workers = 0
+        self._link: Link | None = None
+        self._reader: Reader | None = None
+        self._said = ReceiverReport(
+            self._receiver, "connected", host=socket.gethostname(), pid=os.getpid()
+        )
+        self._changed = threading.Condition()
+        self._newest: Version | None = None
+        self._manifest: Manifest | None = None
+        self._manifests: dict[Version, Manifest] = {}
+
+    def delegate(self, workers: int) -> None:
+        self._workers = workers
+
+    def open(self, deadline: Deadline) -> None:
+        where = Endpoint(self._scheme.master_address, self._scheme.port)
+        if self._link is None:
+            self._link = Link(where, self._scheme.token, self._hello, self._heard)
+            if self._workers == 0:
+                self._reader = Reader(self._scheme, self._receiver, 0, 1)
+        self._link.wait_connected(deadline)
+        if self._reader is not None:
+            self._reader.wait_connected(deadline)
+
+    def _hello(self) -> Message:
+        return {
+            "role": "receiver",
+            "receiver": self._receiver,
+            "anonymous": self._anonymous,
+            "workers": self._workers or 1,
+            "report": report_to_json(self._said).decode(),
+        }
+
+    def _heard(self, connection: Connection, message: Message) -> None:
+        if message["op"] == "ping":
+            connection.tell({"op": "pong"})
+        elif message["op"] == "version":
+            self._announced(message)
+
+    def _announced(self, message: Message) -> None:
+        version = Version.parse(message["version"])
+        with self._changed:
+            manifest = self._manifest
+            if manifest is None or manifest.fingerprint != message["fingerprint"]:
+                manifest = Manifest.from_json(str(message["manifest"]).encode())
+            self._manifest, self._newest = manifest, version
+            self._manifests[version] = manifest
+            for old in sorted(self._manifests)[: -2 * self._scheme.buffers]:
+                del self._manifests[old]
+            self._changed.notify_all()
+
+    def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
+        with self._changed:
+            while True:
+                self._require_open()
+                newest = self._newest
+                if newest is not None and (after is None or newest > after):
+                    return newest
+                if newest is not None and after is not None and newest.epoch < after.epoch:
+                    raise ProtocolError(
+                        f"version {newest} comes from a sender whose clock is behind that of "
+                        f"{after}, which is held; start it again with a right clock"
+                    )
+                if deadline.expired:
+                    return None
+                self._changed.wait(min(0.2, max(deadline.remaining, 0.0005)))
+
+    def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
+        self._require_open()
+        if self._reader is not None:
+            with self._changed:
+                newer = self._newest is not None and self._newest > version
+            # What was announced is here already; what was not may just be arriving.
+            return self._reader.lease(version, Deadline(0) if newer else deadline)
+        with self._changed:
+            manifest = self._manifests.get(version)
+        if manifest is None:
+            raise VersionGoneError(f"version {version} has not arrived here, or is gone")
+        return DescribedSnapshot(version, manifest)
+
+    def acknowledge(self, report: ReceiverReport) -> None:
+        if self._anonymous:
+            raise WeightSyncError("this subscriber has no id to acknowledge under")
+        self._said = report
+        if self._link is None:
+            raise WeightSyncError("the subscriber is not open")
+        # If there is no connection now, the next one begins with it.
+        self._link.tell({"op": "report", "report": report_to_json(report).decode()})
+
+    def _require_open(self) -> None:
+        if self._link is None:
+            raise WeightSyncError("the subscriber is not open")
+
+    def close(self) -> None:
+        link, self._link = self._link, None
+        reader, self._reader = self._reader, None
+        if link is not None:
+            if self._said.state != "failed":  # the sender may be about to read why
+                link.tell({"op": "bye"})
+            link.close()
+        if reader is not None:
+            reader.close()
+        with self._changed:
+            self._newest = None
+            self._manifests.clear()
+            self._changed.notify_all()
+
+
+class WorkerReader(Subscriber):
+    """A reader in one of an engine's own processes: gives snapshots, and nothing else."""
+
+    def __init__(self, scheme: NCCLScheme, receiver: str, rank: int, size: int) -> None:
+        self._reader = Reader(scheme, receiver, rank, size)
+
+    def open(self, deadline: Deadline) -> None:
+        self._reader.wait_connected(deadline)
+
+    def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
+        raise NotImplementedError("versions are announced to the receiver, not to its workers")
+
+    def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
+        return self._reader.lease(version, deadline)
+
+    def acknowledge(self, report: ReceiverReport) -> None:
+        raise NotImplementedError("the receiver acknowledges, not its workers")
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,0 +1,483 @@
+"""One update on its way: buckets to all replicas, and what is done when one of them is lost.
+
+A group is built of the trainer and every process of the replicas that take part. If one of them dies,
+stops or fails, its replica is left out, a group of the others is built, and the buckets that not all
+of them have are sent again; the source is not asked twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from weightsync.deadline import Deadline, call_with_deadline
+from weightsync.errors import WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.schemes.nccl.buckets import Bucket
+from weightsync.schemes.nccl.group import Group, serve_store
+from weightsync.schemes.nccl.members import Member, Members, Peer
+from weightsync.schemes.nccl.reader import IN_FLIGHT
+from weightsync.schemes.nccl.topology import ranks_of
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.schemes.nccl import NCCLScheme
+
+log = logging.getLogger("weightsync")
+
+MAX_GROUPS = 4
+"""Groups that are kept: updates for one, another and all receivers take turns without building any."""
+
+GROUP_SECONDS = 30.0
+"""For building a group; starting NCCL takes seconds."""
+
+
+class Lost(Exception):
+    """Some processes cannot go on. ``why`` has words for each."""
+
+    def __init__(self, why: dict[Peer, str], late: bool = False) -> None:
+        super().__init__("; ".join(f"{peer}: {words}" for peer, words in why.items()))
+        self.why = why
+        self.late = late
+
+
+class Rounds:
+    """The groups of a sender. Each is a round of its own, with keys that no other has."""
+
+    def __init__(self, scheme: NCCLScheme, members: Members, device: torch.device) -> None:
+        self._scheme = scheme
+        self._members = members
+        self._device = device
+        self._where, self._store = serve_store(scheme.master_address)
+        self._secret = secrets.token_hex(8)
+        self._number = 0
+        self._groups: dict[tuple[Peer, ...], tuple[int, Group]] = {}
+
+    def get(self, peers: Sequence[Peer], seconds: float) -> tuple[int, Group]:
+        """The group of these processes, built if there is none.
+
+        Raises:
+            Lost: some did not come. WeightSyncError: it could not be built here.
+        """
+        key = tuple(peers)
+        self.drop_gone()
+        if key in self._groups:
+            self._groups[key] = self._groups.pop(key)  # the last used last
+            return self._groups[key]
+        while len(self._groups) >= MAX_GROUPS:
+            self.drop(next(iter(self._groups.values()))[0])
+        self._number += 1
+        number = self._number
+        name = f"{self._secret}/{number}"
+        size = len(peers) + 1
+        for rank, peer in enumerate(peers, 1):
+            peer.connection.tell(
+                {
+                    "op": "group",
+                    "round": number,
+                    "rank": rank,
+                    "size": size,
+                    "store": [self._where.host, self._where.port],
+                    "key": name,
+                    "seconds": seconds,
+                }
+            )
+        try:
+            group = call_with_deadline(
+                lambda: Group(
+                    self._scheme.backend,
+                    self._store,
+                    name,
+                    0,
+                    size,
+                    self._where.host,
+                    self._device,
+                    seconds,
+                ),
+                Deadline(seconds + 1),
+                f"building a group of {size}",
+                lambda: self._require_none_failed(peers, number),
+            )
+            self._groups[key] = number, group
+            if not self._members.wait_for(
+                lambda: all(number in peer.grouped for peer in peers),
+                Deadline(seconds),
+                lambda: self._require_none_failed(peers, number),
+            ):
+                raise Lost({})
+        except BaseException as error:
+            self._tell_leave(peers, number)
+            if key in self._groups:
+                self._groups.pop(key)[1].leave()
+            if isinstance(error, Lost | WeightSyncError):
+                raise self._culprits(peers, number) or error from None
+            raise
+        return number, group
+
+    def _require_none_failed(self, peers: Sequence[Peer], number: int) -> None:
+        """
+        Raises:
+            Lost: the group cannot be built any more.
+        """
+        lost = {peer: "its process is gone" for peer in peers if peer.gone}
+        lost |= {p: p.failed["round", number] for p in peers if ("round", number) in p.failed}
+        if lost:
+            raise Lost(lost)
+
+    def _culprits(self, peers: Sequence[Peer], number: int) -> Lost | None:
+        """Who is to blame for a group that was not built: those that died; else those that say why
+        they could not; else those that never came."""
+        # One that fails because another died often says so before the other's death is noticed.
+        self._members.wait_for(lambda: any(peer.gone for peer in peers), Deadline(0.3))
+        gone = {peer: "its process is gone" for peer in peers if peer.gone}
+        failed = {p: p.failed["round", number] for p in peers if ("round", number) in p.failed}
+        absent = {
+            peer: "it did not join the group"
+            for peer in peers
+            if number not in peer.grouped and peer not in failed
+        }
+        why = gone or failed or absent
+        return Lost(why) if why else None
+
+    def _tell_leave(self, peers: Sequence[Peer], number: int) -> None:
+        for peer in peers:
+            if not peer.gone:
+                peer.connection.tell({"op": "leave", "round": number})
+
+    def drop(self, number: int) -> None:
+        for key, (found, group) in list(self._groups.items()):
+            if found == number:
+                del self._groups[key]
+                self._tell_leave(key, number)
+                group.leave()
+
+    def drop_gone(self) -> None:
+        """Leave the groups of which a member is gone."""
+        for key, (number, _) in list(self._groups.items()):
+            if any(peer.gone for peer in key):
+                self.drop(number)
+
+    def close(self) -> None:
+        for number, _ in list(self._groups.values()):
+            self.drop(number)
+
+
+class Transfer:
+    """
+    Args:
+        replicas: who is to have it.
+        update: a number that no other update of this sender has.
+
+    Attributes:
+        lost: id of a replica -> whether it is only late, and why it was left out.
+    """
+
+    def __init__(
+        self,
+        scheme: NCCLScheme,
+        members: Members,
+        rounds: Rounds,
+        replicas: Sequence[Member],
+        update: int,
+        version: Version,
+        manifest: Manifest,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None:
+        self._members = members
+        self._rounds = rounds
+        self._update = update
+        self._version = version
+        self._manifest = manifest
+        self._device = device
+        self._deadline = deadline
+        self._size = scheme.bucket_size
+        # One that stops must leave time for the others.
+        self._silence = min(scheme.peer_timeout, max(0.5, deadline.remaining / 3))
+        self._replicas = list(replicas)
+        self._peers: list[Peer] = []
+        self._round = -1
+        self._group: Group | None = None
+        self._buffers = [_buffer(self._size, device) for _ in range(IN_FLIGHT)]
+        self._under_way: deque[tuple[Bucket, dist.Work]] = deque()
+        self._asked: dict[Peer, float] = {}
+        self._repeated = 0
+        self._ending = False
+        self.lost: dict[str, tuple[bool, str]] = {}
+
+    @property
+    def replicas(self) -> list[Member]:
+        """Those that have not been lost."""
+        return self._replicas
+
+    def begin(self) -> None:
+        """Build the group and have everybody ready.
+
+        Raises:
+            WeightSyncError: nobody is left.
+        """
+        self._mending(lambda: None)
+
+    def next_buffer(self) -> torch.Tensor:
+        """A buffer on the CPU for the next bucket; waits until one is free."""
+        while len(self._under_way) >= IN_FLIGHT:
+            self._mending(self._settle_oldest)
+        taken = {id(bucket.buffer) for bucket, _ in self._under_way}
+        return next(buffer for buffer in self._buffers if id(buffer) not in taken)
+
+    def send(self, bucket: Bucket) -> None:
+        self._mending(lambda: self._post(bucket))
+
+    def finish(self) -> None:
+        """Wait until all have all of it.
+
+        Raises:
+            WeightSyncError: nobody is left.
+        """
+
+        def settle_all() -> None:
+            while self._under_way:
+                self._settle_oldest()
+
+        def end() -> None:
+            settle_all()
+            for peer in self._peers:
+                if peer.whole != self._update:
+                    peer.connection.tell({"op": "end", "update": self._update})
+            self._await(
+                lambda peer: peer.whole == self._update, "it has not said that all is there"
+            )
+
+        self._ending = True
+        self._mending(end)
+
+    def cancel(self) -> None:
+        """Nothing comes of it; everybody forgets what has arrived."""
+        try:
+            while self._under_way:
+                self._settle_oldest()
+        except (Lost, WeightSyncError):
+            self._rounds.drop(self._round)
+        self._tell({"op": "cancel", "update": self._update})
+
+    # ---------------------------------------------------------------- losing replicas
+
+    def _mending(self, step: Callable[[], None]) -> None:
+        """Take a step; as often as replicas are lost in it, go on without them."""
+        while True:
+            try:
+                if self._group is None and (self._under_way or not self._ending):
+                    self._gather()
+                step()
+                return
+            except Lost as lost:
+                self._leave_out(lost)
+            except WeightSyncError as error:
+                self._leave_out(self._culprits(error))
+            if not self._replicas:
+                words = "; ".join(f"receiver {id!r}: {why}" for id, (_, why) in self.lost.items())
+                raise WeightSyncError(f"version {self._version} reached nobody: {words}")
+
+    def _culprits(self, error: WeightSyncError) -> Lost:
+        """Who is to blame for a collective that failed: those that died, or do not answer now.
+
+        If that is nobody, it is tried again with all of them, twice.
+        """
+        self._drop_group()
+        before = {peer: peer.connection.heard for peer in self._peers}
+        for peer in self._peers:
+            peer.connection.tell({"op": "ping"})
+        within = self._deadline.at_most(self._silence)
+
+        def answered(peer: Peer) -> bool:
+            return peer.gone or peer.connection.heard > before[peer]
+
+        self._members.wait_for(lambda: all(map(answered, self._peers)), within)
+        lost = {
+            peer: "its process is gone" if peer.gone else "it does not answer"
+            for peer in self._peers
+            if peer.gone or not answered(peer)
+        }
+        self._repeated += 1
+        if not lost and (self._repeated > 2 or self._deadline.expired):
+            lost = {peer: str(error) for peer in self._peers}
+        return Lost(lost)
+
+    def _leave_out(self, lost: Lost) -> None:
+        self._drop_group()
+        for peer, words in lost.why.items():
+            log.warning("receiver %s, %s: %s", peer.receiver, peer, words)
+            self.lost.setdefault(peer.receiver, (lost.late, f"{peer}: {words}"))
+            if not lost.late:
+                peer.connection.close()  # it comes back by itself, if it lives
+        self._peers = [peer for peer in self._peers if peer.receiver not in self.lost]
+        gone = [member for member in self._replicas if member.id in self.lost]
+        for member in gone:
+            for peer in member.peers.values():
+                peer.connection.tell({"op": "cancel", "update": self._update})
+        self._replicas = [member for member in self._replicas if member not in gone]
+
+    def _drop_group(self) -> None:
+        self._rounds.drop(self._round)
+        self._group = None
+
+    def _gather(self) -> None:
+        """A group of all that are left, ready to take what they have not taken yet."""
+        members = self._replicas
+        why: dict[Peer, str] = {}
+        with self._members.changed:
+            peers = []
+            for member in members:
+                if not member.is_whole:
+                    self.lost[member.id] = False, member.missing()
+                for rank in sorted(member.peers):
+                    peers.append(member.peers[rank])
+        self._replicas = [member for member in members if member.id not in self.lost]
+        self._peers = [peer for peer in peers if peer.receiver not in self.lost]
+        if not self._replicas:
+            raise Lost(why)
+        ranks = ranks_of([member.workers for member in self._replicas])
+        assert ranks[-1].stop == len(self._peers) + 1
+        seconds = max(1.0, min(GROUP_SECONDS, self._deadline.remaining / 2))
+        number, group = self._rounds.get(self._peers, seconds)
+        self._round, self._group = number, group
+        self._begin()
+        again = [bucket for bucket, _ in self._under_way]
+        self._under_way.clear()
+        for bucket in again:
+            self._post(bucket)
+
+    def _begin(self) -> None:
+        document = None
+        for peer in self._peers:
+            message: dict[str, Any] = {
+                "op": "begin",
+                "update": self._update,
+                "round": self._round,
+                "version": self._version,
+                "fingerprint": self._manifest.fingerprint,
+                "keep": self._held_by(peer.receiver),
+                "seconds": self._patience(),
+            }
+            if peer.fingerprint != self._manifest.fingerprint:
+                document = document or self._manifest.to_json().decode()
+                message["manifest"] = document
+                peer.fingerprint = self._manifest.fingerprint
+            peer.connection.tell(message)
+        self._await(
+            lambda peer: peer.ready == (self._update, self._round),
+            "its engine is still busy with earlier versions",
+            self._patience() + 0.5,
+        )
+
+    def _patience(self) -> float:
+        """Seconds for a slow receiver to free a buffer; the others wait with it."""
+        return self._deadline.remaining / (1 if len(self._replicas) == 1 else 2)
+
+    def _held_by(self, receiver: str) -> Version | None:
+        member = self._members.find(receiver)
+        return member.report.version if member else None
+
+    # ---------------------------------------------------------------- buckets
+
+    def _post(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        message = {
+            **bucket.message(),
+            "update": self._update,
+            "round": self._round,
+            "size": self._size,
+        }
+        self._tell(message)
+        payload = bucket.buffer
+        if self._device.type == "cuda":
+            payload = payload.to(self._device, non_blocking=True)
+        self._under_way.append((bucket, self._group.broadcast(payload[: bucket.nbytes])))
+
+    def _settle_oldest(self) -> None:
+        """Wait until everybody has the oldest bucket under way."""
+        bucket, work = self._under_way[0]
+        group = self._group
+        assert group is not None
+        moved = time.monotonic()
+        before = -1
+
+        def has_it(peer: Peer) -> bool:
+            return peer.update == self._update and peer.took >= bucket.number
+
+        while True:
+            done = group.is_done(work)
+            if done:
+                break
+            self._look_after()
+            took = sum(peer.took for peer in self._peers)
+            if took != before:
+                before, moved = took, time.monotonic()
+            if time.monotonic() - moved > 3 * self._silence or self._deadline.expired:
+                slowest = min(peer.took for peer in self._peers)
+                raise Lost(
+                    {p: "it stands still in the transfer" for p in self._peers if p.took == slowest}
+                )
+        self._await(has_it, "it stands still in the transfer", 3 * self._silence)
+        self._under_way.popleft()
+
+    # ---------------------------------------------------------------- waiting for peers
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in self._peers:
+            peer.connection.tell(message)  # one that is gone is found out at the next wait
+
+    def _await(
+        self, ready: Callable[[Peer], bool], late: str, seconds: float | None = None
+    ) -> None:
+        """Wait until something holds for every peer.
+
+        Raises:
+            Lost: it does not for some, or they died, failed or went silent.
+        """
+        deadline = self._deadline.at_most(self._deadline.remaining if seconds is None else seconds)
+        if not self._members.wait_for(
+            lambda: all(map(ready, self._peers)), deadline, self._look_after
+        ):
+            raise Lost({peer: late for peer in self._peers if not ready(peer)}, late=True)
+
+    def _look_after(self) -> None:
+        """Ask those that say nothing whether they are alive.
+
+        Raises:
+            Lost: some are gone, have failed, or do not answer. WeightSyncError: the collective
+            failed for some, for whatever reason.
+        """
+        lost = {}
+        broken = []
+        now = time.monotonic()
+        for peer in self._peers:
+            asked = self._asked.get(peer)
+            if asked is not None and peer.connection.heard > asked:
+                asked = self._asked.pop(peer, None) and None
+            if peer.gone:
+                lost[peer] = "its process is gone"
+            elif ("update", self._update) in peer.failed:
+                lost[peer] = peer.failed["update", self._update]
+            elif ("round", self._round) in peer.failed:
+                broken.append(peer.failed["round", self._round])
+            elif asked is not None and now - asked > self._silence:
+                lost[peer] = f"it has not answered for {now - asked:.1f} s"
+            elif asked is None and now - peer.connection.heard > self._silence / 4:
+                self._asked[peer] = now
+                peer.connection.tell({"op": "ping"})
+        if lost:
+            raise Lost(lost)
+        if broken:
+            raise WeightSyncError(broken[0])
+
+
+def _buffer(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
