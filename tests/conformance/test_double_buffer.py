@@ -24,3 +24,6 @@ class TestDoubleBuffer(SchemeConformance):
 
     def scheme_at(self, path):
         return ws.DoubleBufferScheme(str(path / "run"))
+
+    def wrong_options(self):
+        return [{"slots": 1}, {"on_busy": "hope"}, {"path": "run"}, {"verify": 1}, {"threads": 0}]

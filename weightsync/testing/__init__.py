@@ -13,11 +13,30 @@ from typing import TYPE_CHECKING, Any
 from weightsync.testing.fake_engine import FakeEngine, flip_bit
 
 if TYPE_CHECKING:
+    from weightsync.testing.conformance import Configuration as Configuration
+    from weightsync.testing.conformance import Hostile as Hostile
+    from weightsync.testing.conformance import Leases as Leases
+    from weightsync.testing.conformance import Liveness as Liveness
+    from weightsync.testing.conformance import Reports as Reports
+    from weightsync.testing.conformance import Room as Room
     from weightsync.testing.conformance import RoundTrip as RoundTrip
     from weightsync.testing.conformance import SchemeConformance as SchemeConformance
+    from weightsync.testing.conformance import Versions as Versions
+    from weightsync.testing.conformance import Workers as Workers
 
 _SUITE = "weightsync.testing.conformance"
-_PARTS = ("SchemeConformance", "RoundTrip")
+_PARTS = (
+    "SchemeConformance",
+    "RoundTrip",
+    "Versions",
+    "Leases",
+    "Liveness",
+    "Hostile",
+    "Room",
+    "Configuration",
+    "Reports",
+    "Workers",
+)
 
 __all__ = ["FakeEngine", "flip_bit", *_PARTS]
 

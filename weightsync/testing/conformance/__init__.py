@@ -17,10 +17,33 @@ docs/writing-a-scheme.md tells what a scheme may say of itself.
 from __future__ import annotations
 
 from weightsync.testing.conformance.base import Conformance, Run
+from weightsync.testing.conformance.configuration import Configuration
+from weightsync.testing.conformance.hostile import Hostile
+from weightsync.testing.conformance.leases import Leases
+from weightsync.testing.conformance.liveness import Liveness
+from weightsync.testing.conformance.reports import Reports
+from weightsync.testing.conformance.room import Room
 from weightsync.testing.conformance.round_trip import RoundTrip
+from weightsync.testing.conformance.versions import Versions
+from weightsync.testing.conformance.workers import Workers
 
-__all__ = ["Conformance", "RoundTrip", "Run", "SchemeConformance"]
+__all__ = [
+    "Configuration",
+    "Conformance",
+    "Hostile",
+    "Leases",
+    "Liveness",
+    "Reports",
+    "Room",
+    "RoundTrip",
+    "Run",
+    "SchemeConformance",
+    "Versions",
+    "Workers",
+]
 
 
-class SchemeConformance(RoundTrip):
+class SchemeConformance(
+    RoundTrip, Versions, Leases, Liveness, Hostile, Room, Configuration, Reports, Workers
+):
     """All parts."""

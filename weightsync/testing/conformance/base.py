@@ -13,7 +13,7 @@ import pytest
 from weightsync.engine import Engine
 from weightsync.scheme import WeightSyncScheme
 from weightsync.testing import roles
-from weightsync.testing.processes import Peer
+from weightsync.testing.processes import Peer, PeerError
 from weightsync.testing.weights import Weights
 
 Paths = list[Path]
@@ -51,9 +51,10 @@ class Run:
         peer.call(roles.follow)
         return peer
 
-    def dispose(self) -> None:
-        for peer in reversed(self._peers):
-            peer.dispose()
+    def kill_all(self) -> None:
+        """End all processes at once, receivers first."""
+        while self._peers:
+            self._peers.pop().dispose()
 
 
 class Conformance:
@@ -81,7 +82,7 @@ class Conformance:
     def run(self, scheme: WeightSyncScheme) -> Iterator[Run]:
         made = Run(scheme)
         yield made
-        made.dispose()
+        made.kill_all()
 
     # ---------------------------------------------------------------- hooks
 
@@ -120,6 +121,17 @@ class Conformance:
             pytest.skip("the scheme stores no files (stored_files)")
         assert files, "stored_files() names no file of a version that was published"
         return files
+
+
+def refusal(
+    peer: Peer, function: Callable[..., object], *args: Any, **how: Any
+) -> PeerError | None:
+    """The error with which a process refuses to do something, if it does."""
+    try:
+        peer.call(function, *args, **how)
+    except PeerError as error:
+        return error
+    return None
 
 
 def names_below(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from weightsync.report import SyncReport
 from weightsync.testing import roles, weights
-from weightsync.testing.conformance.base import Conformance, Run
+from weightsync.testing.conformance.base import Conformance, Run, refusal
 from weightsync.testing.processes import Peer, PeerError
 
 MIB = 1 << 20
@@ -33,15 +33,6 @@ def carry(
     return sent, received, different
 
 
-def refusal(sender: Peer, number: int, make: Callable[..., Any], *args: Any) -> PeerError | None:
-    """The error with which a sender refuses to publish something, if it does."""
-    try:
-        sender.call(roles.publish_made, number, make, *args)
-    except PeerError as error:
-        return error
-    return None
-
-
 class RoundTrip(Conformance):
     """Any dtype, any shape, any strides, any name; whole or refused by name."""
 
@@ -59,7 +50,7 @@ class RoundTrip(Conformance):
         sender = run.sender(nbytes=4096)
         carried = []
         for number, dtype in enumerate(weights.odd_dtypes()):
-            refused = refusal(sender, number, weights.of_odd_dtypes, dtype)
+            refused = refusal(sender, roles.publish_made, number, weights.of_odd_dtypes, dtype)
             if refused is None:
                 carried.append(dtype)
             else:

@@ -1,0 +1,137 @@
+"""Nothing received is believed: files and connections may say anything."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightsync.errors import WeightSyncError
+from weightsync.testing import faults, roles
+from weightsync.testing.conformance.base import Conformance, Run, refusal
+from weightsync.testing.weights import value_of
+
+GARBAGE = (b"", b"\0" * 64, b"\xff" * 4096, b"[" * 100_000, b"{}", b'{"tensors": 7}', b"\x80\x04.")
+
+
+class Hostile(Conformance):
+    """Corrupt, cut off, replaced or refused: an error of ours, or the right weights."""
+
+    @pytest.fixture
+    def bomb(self, tmp_path: Path) -> faults.Bomb:
+        return faults.Bomb(tmp_path / "exploded")
+
+    # ---------------------------------------------------------------- stored files
+
+    @pytest.mark.parametrize("fault", [faults.corrupt, faults.truncate])
+    def test_a_stored_file_is_damaged(self, run: Run, fault: Callable[[Path], None]) -> None:
+        """The bytes of a tensor are never wrong without a word."""
+        sender = run.sender()
+        sender.call(roles.publish, 1)
+        for file in self.files_of(run.scheme):
+            whole = file.read_bytes()
+            if whole:
+                fault(file)
+                assert outcome(run) in ("refused", 1), file
+                file.write_bytes(whole)  # in place: a sender may have it mapped
+                assert outcome(run) == 1
+
+    def test_a_stored_file_is_replaced(self, run: Run, bomb: faults.Bomb) -> None:
+        """X1: by garbage, and by a pickle."""
+        sender = run.sender()
+        sender.call(roles.publish, 1)
+        for file in self.files_of(run.scheme):
+            whole = file.read_bytes()
+            for data in (*GARBAGE, bytes(bomb)):
+                faults.replace(file, data)
+                assert outcome(run) in ("refused", 1), (file, data[:20])
+            faults.replace(file, whole)
+        assert not bomb.exploded
+
+    def test_a_sender_finds_what_somebody_left(self, run: Run, bomb: faults.Bomb) -> None:
+        """X1: garbage and pickles of a former life are no hindrance."""
+        sender = run.sender()
+        sender.call(roles.publish, 1)
+        files = self.files_of(run.scheme)
+        sender.kill()
+        for file in files:
+            faults.replace(file, bytes(bomb))
+        run.sender().call(roles.publish, 1, 7)
+        assert outcome(run) == 7
+        assert not bomb.exploded
+
+    def test_a_file_may_not_be_read(self, run: Run) -> None:
+        """Said, and nothing else is broken by it."""
+        sender = run.sender()
+        sender.call(roles.publish, 1)
+        file = max(self.files_of(run.scheme), key=lambda file: file.stat().st_size)
+        with faults.refused(file.parent):
+            assert outcome(run, faults.unprivileged) == "refused"
+        assert outcome(run) == 1
+
+    # ---------------------------------------------------------------- connections
+
+    def test_bytes_are_damaged_on_their_way(self, run: Run) -> None:
+        """A receiver says so, and the next version arrives."""
+        damaged = self.damage(run.scheme)
+        if damaged is None:
+            pytest.skip("bytes cannot be damaged on their way (damage)")
+        sender, receiver = run.sender(), run.follower("engine")
+        sender.call(roles.publish, 1, wait="applied")
+        with damaged:
+            told = sender.call(roles.publish_to_failures, 2)
+        assert set(told.failed) == {"engine"}
+        sender.call(roles.publish, 3, wait="applied")
+        assert receiver.call(roles.held) == (3, 3)
+
+    def test_strangers_connect(self, run: Run, bomb: faults.Bomb) -> None:
+        """X1: what they say is not believed, and the run goes on."""
+        sender, receiver = run.sender(), run.follower("engine")
+        places = self.endpoints(run.scheme)
+        if not places:
+            pytest.skip("the scheme listens nowhere (endpoints)")
+        for place in places:
+            for data in (*GARBAGE, bytes(bomb)):
+                with socket.create_connection(place, 5.0) as link:
+                    link.sendall(data)
+        sender.call(roles.publish, 1, wait="applied")
+        assert receiver.call(roles.held) == (1, 1)
+        assert not bomb.exploded
+
+    # ---------------------------------------------------------------- names of receivers
+
+    @pytest.mark.parametrize("id", ["../../x", "/x", "a/b", "x" * 300, "a\0b", "größe"])
+    def test_an_id_is_no_path(self, run: Run, id: str) -> None:
+        """Refused, or a name like any other."""
+        sender, receiver = run.sender(), run.peer()
+        refused = refusal(receiver, roles.receive_in, run.scheme, id)
+        if refused is None:
+            receiver.call(roles.follow)
+            sender.call(roles.publish, 1, wait="applied", receivers=[id])
+            assert receiver.call(roles.held) == (1, 1)
+        else:
+            assert refused.kind == "SchemeError", refused
+
+
+def outcome(run: Run, fault: Callable[..., Any] | None = None) -> object:
+    """What a fresh receiver makes of the run: the value it gets, or ``refused`` with an error."""
+    receiver = run.peer()
+    if fault is not None:
+        receiver.call(roles.suffer, fault)
+    try:
+        return receiver.call(try_to_receive, run.scheme)
+    finally:
+        receiver.dispose()
+
+
+def try_to_receive(state: Any, scheme: Any) -> object:
+    try:
+        roles.receive_in(state, scheme, "curious", timeout=0.2)
+        state.receiver.apply_weights(timeout=0.2)
+    except WeightSyncError:
+        untouched = value_of(state.weights) == -1
+        return "refused" if untouched else f"refused, and left {value_of(state.weights)} behind"
+    return value_of(state.weights)

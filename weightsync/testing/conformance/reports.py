@@ -1,0 +1,73 @@
+"""What an update says of itself: how much, to whom, how long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weightsync.report import ReceiverReport, SyncReport
+from weightsync.testing import roles, weights
+from weightsync.testing.conformance.base import Conformance, Run
+from weightsync.testing.conformance.round_trip import carry
+
+
+class Reports(Conformance):
+    """Both ends of an update report the same."""
+
+    def test_both_ends_report_the_same(self, run: Run) -> None:
+        """Bytes are those of the tensors, not of what lies between them."""
+        sent, received, _ = carry(run, weights.shapes)
+        tensors = weights.shapes().values()
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        for report in sent, received:
+            assert (report.tensors, report.nbytes) == (len(tensors), nbytes)
+            assert report.version.number == 1
+            assert report.scheme == run.scheme.url_scheme
+            assert not report.skipped
+        assert sent.version == received.version
+
+    def test_seconds_add_up(self, run: Run) -> None:
+        sent, received, _ = carry(run, weights.shapes)
+        parts = sent.seconds
+        assert min(parts.extract, parts.transfer, parts.apply, parts.pause) >= 0.0
+        assert 0.0 < parts.extract + parts.transfer <= parts.total
+        assert 0.0 < received.seconds.pause <= received.seconds.apply
+        assert parts.apply > 0.0
+
+    def test_receivers_are_listed(self, run: Run) -> None:
+        run.scheme = self.for_receivers(run.scheme, 2)
+        sender = run.sender()
+        followers = {id: run.follower(id) for id in ("a", "b")}
+        sender.call(roles.publish, 1, wait="applied")
+        known = {report.receiver: report for report in sender.call(receivers)}
+        for id, follower in followers.items():
+            report = known[id]
+            assert (report.state, report.pid, report.error) == ("applied", follower.pid, None)
+            assert report.version is not None
+            assert report.version.number == 1
+            assert report.host
+
+    def test_a_report_is_plain_values(self, run: Run) -> None:
+        sent, received, _ = carry(run, weights.shapes)
+        for report in sent, received:
+            assert SyncReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+    def test_what_changed_is_counted_or_unknown(self, run: Run) -> None:
+        """L6: the same weights under a new number are seen to be the same."""
+        run.scheme = self.for_receivers(run.scheme, 1)
+        sender = run.sender()
+        run.follower("engine")
+        for number, value, expected in ((1, 1, None), (2, 1, 0), (3, 2, 4)):
+            changed = sender.call(publish_and_count, number, value)
+            assert changed in (None, expected)
+
+
+def receivers(state: Any) -> list[ReceiverReport]:
+    found: list[ReceiverReport] = state.sender.receivers()
+    return found
+
+
+def publish_and_count(state: Any, number: int, value: int) -> int | None:
+    weights.fill(state.weights, value)
+    changed: int | None = state.sender.update_weights(version=number, wait="applied").changed
+    return changed
