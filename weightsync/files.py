@@ -19,7 +19,7 @@ from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 
 _FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _FILE_FLAGS
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Directory:
@@ -38,7 +38,7 @@ class Directory:
         Raises:
             FileNotFoundError: it does not exist (or, with ``create``, its parent).
             WeightSyncError: it is a symlink or a file, belongs to somebody else, everybody may
-                write to it, or it cannot be made.
+                write to it, it may not be opened, or it cannot be made.
         """
         if create:
             try:
@@ -54,6 +54,8 @@ class Directory:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise WeightSyncError(f"{path} is a symlink, which is not followed") from None
+            if isinstance(error, PermissionError):
+                raise WeightSyncError(f"{path} may not be opened: {error.strerror}") from None
             raise
         directory = cls(path, fd)
         status = os.fstat(fd)

@@ -45,9 +45,9 @@ class Slot:
         fd = generation.open_file(layout.slot_bytes(number), os.O_RDWR | os.O_CREAT)
         try:
             status = os.fstat(fd)
-            if status.st_size != size:
-                os.ftruncate(fd, size)
             try:
+                if status.st_size != size:
+                    os.ftruncate(fd, size)
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 raise NoRoomError(
