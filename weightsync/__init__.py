@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "DoubleBufferScheme": "weightsync.schemes.double_buffer",
     "NCCLScheme": "weightsync.schemes.nccl",
+    "FallbackScheme": "weightsync.schemes.fallback",
     "WeightSyncScheme": "weightsync.scheme",
     "register_scheme": "weightsync.scheme",
     "scheme_from_url": "weightsync.scheme",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
         scheme_from_url,
     )
     from weightsync.schemes.double_buffer import DoubleBufferScheme
+    from weightsync.schemes.fallback import FallbackScheme
     from weightsync.schemes.nccl import NCCLScheme
     from weightsync.sender import Sender
     from weightsync.source import WeightSource

@@ -64,6 +64,7 @@ class SyncReport:
     """One update, as seen from the end that made it.
 
     Attributes:
+        scheme: its name; of a fallback's, with what was used behind it: ``fallback:disk``.
         nbytes: bytes of the version, padding between tensors not counted.
         tensors: number of tensors sent; a tied pair counts once.
         changed: how many of them may differ from the version before. Counted over 1 MiB

@@ -23,6 +23,7 @@ from weightsync.receiver import Receiver
 from weightsync.report import ReceiverReport, Seconds, SyncReport
 from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as_source
 from weightsync.together import follow, lead
+from weightsync.transport import Published
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ class Sender:
             raise
         report = SyncReport(
             new,
-            self.scheme.url_scheme,
+            _name(self.scheme, published),
             published.nbytes,
             published.tensors,
             published.changed,
@@ -392,6 +393,11 @@ class Sender:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _name(scheme: WeightSyncScheme, published: Published) -> str:
+    kind = scheme.url_scheme
+    return f"{kind}:{published.scheme}" if published.scheme else kind
 
 
 def _require_whole(inventory: Inventory) -> None:

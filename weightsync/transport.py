@@ -37,6 +37,7 @@ class Published:
         failures: the receivers that were lost or late on the way; the others have the version.
             For transports that hand it to each receiver themselves.
         notes: what else people should know of it (why a fallback was used, say).
+        scheme: which it went through, where a publisher has several.
     """
 
     nbytes: int
@@ -47,6 +48,7 @@ class Published:
     skipped: bool = False
     failures: tuple[ReceiverReport, ...] = ()
     notes: tuple[str, ...] = ()
+    scheme: str | None = None
 
 
 class Crew(ABC):

@@ -1,0 +1,30 @@
+"""What goes wrong in a scheme, and is therefore no reason to stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from weightsync.errors import WeightSyncError
+
+FAULTS = (WeightSyncError, OSError, NotImplementedError)
+"""What a scheme raises when it cannot do its work; anything else is not its own."""
+
+
+def words_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, and when, in seconds of the monotonic clock."""
+
+    error: Exception
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        return words_of(self.error)
