@@ -180,6 +180,15 @@ def receive_into(
     state.receiver.connect(timeout)
 
 
+def receive_part_of(
+    state: Any, scheme: WeightSyncScheme, id: str, make: Callable[..., Any], *args: Any
+) -> None:
+    """Be a connected receiver that takes what a function makes, and ignores what else comes."""
+    state.weights = room_for(_mapping(make(*args)))
+    state.receiver = scheme.create_receiver(state.weights, id=id, strict=False)
+    state.receiver.connect(WAIT)
+
+
 def poll(state: Any, timeout: float = WAIT) -> tuple[int, int | str] | None:
     """Apply what is new. Returns ``(number, what the weights hold)``, or None."""
     report = state.receiver.poll_and_apply(timeout)

@@ -16,8 +16,6 @@ from weightsync.testing import roles
 from weightsync.testing.processes import Peer, PeerError
 from weightsync.testing.weights import Weights
 
-Paths = list[Path]
-
 
 class Run:
     """One run: the scheme, and the processes that use it."""
@@ -90,14 +88,14 @@ class Conformance:
         """The same scheme with room for so many receivers that hold different versions."""
         return scheme
 
-    def stored_files(self, scheme: WeightSyncScheme) -> Paths | None:
+    def stored_files(self, scheme: WeightSyncScheme) -> list[Path] | None:
         """All files that hold the newest version: bytes and descriptions. None: there are none."""
         return None
 
-    def damage(self, scheme: WeightSyncScheme) -> AbstractContextManager[None] | None:
-        """Flip a bit of whatever is published meanwhile, on its way. None: it cannot be done.
+    def damage(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """A fault for the sender's process: whatever it publishes meanwhile loses a bit on its way.
 
-        Schemes with ``stored_files`` need no such thing.
+        A function of a module. None: bytes lie in ``stored_files``, or cannot be reached.
         """
         return None
 
@@ -112,15 +110,6 @@ class Conformance:
     def wrong_options(self) -> list[dict[str, Any]]:
         """Options that the scheme refuses, each with the reason for one to be wrong."""
         return []
-
-    # ---------------------------------------------------------------- what parts use
-
-    def files_of(self, scheme: WeightSyncScheme) -> Paths:
-        files = self.stored_files(scheme)
-        if files is None:
-            pytest.skip("the scheme stores no files (stored_files)")
-        assert files, "stored_files() names no file of a version that was published"
-        return files
 
 
 def refusal(

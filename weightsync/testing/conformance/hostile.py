@@ -12,6 +12,7 @@ import pytest
 from weightsync.errors import WeightSyncError
 from weightsync.testing import faults, roles
 from weightsync.testing.conformance.base import Conformance, Run, refusal
+from weightsync.testing.processes import Peer
 from weightsync.testing.weights import value_of
 
 GARBAGE = (b"", b"\0" * 64, b"\xff" * 4096, b"[" * 100_000, b"{}", b'{"tensors": 7}', b"\x80\x04.")
@@ -24,14 +25,27 @@ class Hostile(Conformance):
     def bomb(self, tmp_path: Path) -> faults.Bomb:
         return faults.Bomb(tmp_path / "exploded")
 
+    @pytest.fixture
+    def sender(self, run: Run) -> Peer:
+        """A sender that has published one version, which lies in files."""
+        if self.stored_files(run.scheme) is None:
+            pytest.skip("the scheme stores no files (stored_files)")
+        sender = run.sender()
+        sender.call(roles.publish, 1)
+        assert self.stored_files(run.scheme), "stored_files() finds no file of a version"
+        return sender
+
+    def files(self, run: Run) -> list[Path]:
+        return sorted(self.stored_files(run.scheme) or [])
+
     # ---------------------------------------------------------------- stored files
 
     @pytest.mark.parametrize("fault", [faults.corrupt, faults.truncate])
-    def test_a_stored_file_is_damaged(self, run: Run, fault: Callable[[Path], None]) -> None:
+    def test_a_stored_file_is_damaged(
+        self, run: Run, sender: Peer, fault: Callable[[Path], None]
+    ) -> None:
         """The bytes of a tensor are never wrong without a word."""
-        sender = run.sender()
-        sender.call(roles.publish, 1)
-        for file in self.files_of(run.scheme):
+        for file in self.files(run):
             whole = file.read_bytes()
             if whole:
                 fault(file)
@@ -39,11 +53,9 @@ class Hostile(Conformance):
                 file.write_bytes(whole)  # in place: a sender may have it mapped
                 assert outcome(run) == 1
 
-    def test_a_stored_file_is_replaced(self, run: Run, bomb: faults.Bomb) -> None:
+    def test_a_stored_file_is_replaced(self, run: Run, sender: Peer, bomb: faults.Bomb) -> None:
         """X1: by garbage, and by a pickle."""
-        sender = run.sender()
-        sender.call(roles.publish, 1)
-        for file in self.files_of(run.scheme):
+        for file in self.files(run):
             whole = file.read_bytes()
             for data in (*GARBAGE, bytes(bomb)):
                 faults.replace(file, data)
@@ -51,24 +63,21 @@ class Hostile(Conformance):
             faults.replace(file, whole)
         assert not bomb.exploded
 
-    def test_a_sender_finds_what_somebody_left(self, run: Run, bomb: faults.Bomb) -> None:
+    def test_a_sender_finds_what_somebody_left(
+        self, run: Run, sender: Peer, bomb: faults.Bomb
+    ) -> None:
         """X1: garbage and pickles of a former life are no hindrance."""
-        sender = run.sender()
-        sender.call(roles.publish, 1)
-        files = self.files_of(run.scheme)
         sender.kill()
-        for file in files:
+        for file in self.files(run):
             faults.replace(file, bytes(bomb))
         run.sender().call(roles.publish, 1, 7)
         assert outcome(run) == 7
         assert not bomb.exploded
 
-    def test_a_file_may_not_be_read(self, run: Run) -> None:
+    def test_a_file_may_not_be_read(self, run: Run, sender: Peer) -> None:
         """Said, and nothing else is broken by it."""
-        sender = run.sender()
-        sender.call(roles.publish, 1)
-        file = max(self.files_of(run.scheme), key=lambda file: file.stat().st_size)
-        with faults.refused(file.parent):
+        largest = max(self.files(run), key=lambda file: file.stat().st_size)
+        with faults.refused(largest.parent):
             assert outcome(run, faults.unprivileged) == "refused"
         assert outcome(run) == 1
 
@@ -76,14 +85,16 @@ class Hostile(Conformance):
 
     def test_bytes_are_damaged_on_their_way(self, run: Run) -> None:
         """A receiver says so, and the next version arrives."""
-        damaged = self.damage(run.scheme)
+        damaged = self.damage()
         if damaged is None:
             pytest.skip("bytes cannot be damaged on their way (damage)")
         sender, receiver = run.sender(), run.follower("engine")
         sender.call(roles.publish, 1, wait="applied")
-        with damaged:
-            told = sender.call(roles.publish_to_failures, 2)
+        sender.call(roles.suffer, damaged)
+        told = sender.call(roles.publish_to_failures, 2)
         assert set(told.failed) == {"engine"}
+        assert receiver.call(roles.held) in ((1, 1), (None, 1))
+        sender.call(roles.recover)
         sender.call(roles.publish, 3, wait="applied")
         assert receiver.call(roles.held) == (3, 3)
 

@@ -47,7 +47,9 @@ class RoundTrip(Conformance):
         assert different == {}
 
     def test_dtypes_that_few_can_carry_arrive_or_are_refused(self, run: Run) -> None:
-        sender = run.sender(nbytes=4096)
+        sender, careless = run.sender(nbytes=4096), run.peer()
+        careless.call(roles.receive_part_of, run.scheme, "careless", weights.of_odd_dtypes)
+        careless.call(roles.follow)
         carried = []
         for number, dtype in enumerate(weights.odd_dtypes()):
             refused = refusal(sender, roles.publish_made, number, weights.of_odd_dtypes, dtype)

@@ -46,9 +46,11 @@ class Versions(Conformance):
 
     def test_a_receiver_that_comes_late(self, run: Run) -> None:
         """It gets the newest version, or the next one."""
+        run.scheme = self.for_receivers(run.scheme, 2)
         sender = run.sender()
+        run.follower("early")
         sender.call(roles.publish, 1)
-        receiver = run.follower("engine")
+        receiver = run.follower("late")
         if not self.keeps_versions:
             sender.call(roles.publish, 2)
         newest = 1 if self.keeps_versions else 2
