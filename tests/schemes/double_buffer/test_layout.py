@@ -9,6 +9,7 @@ import torch
 from weightsync.errors import ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport, Seconds
+from weightsync.run import records
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.version import Version
@@ -45,14 +46,14 @@ def test_which_files_are_ours():
 
 @pytest.mark.parametrize("id", ["r1", "R.2_x-3", "a", "0", "x" * 100])
 def test_receiver_ids(id):
-    assert layout.is_receiver_id(id)
+    assert records.is_receiver_id(id)
 
 
 @pytest.mark.parametrize(
     "id", ["", ".x", "-x", "_x", "a/b", "..", "a b", "ä", "a\n", "a\0", "x" * 101]
 )
 def test_no_receiver_ids(id):
-    assert not layout.is_receiver_id(id)
+    assert not records.is_receiver_id(id)
 
 
 @pytest.mark.parametrize("receivers", [None, (), ("r1",), ("r1", "r2")])
@@ -94,21 +95,21 @@ def test_a_missing_field_is_named(field):
     "data", [b"", b"null", b"5", b"[]", b"{}", b'"x"', b"\xff", b"[" * 100_000]
 )
 def test_what_is_no_record(data):
-    for read in (Commit.from_json, layout.report_from_json):
+    for read in (Commit.from_json, records.report_from_json):
         with pytest.raises(ProtocolError, match="the file is malformed"):
             read(data, "the file")
 
 
 def test_reports_round_trip():
-    assert layout.report_from_json(layout.report_to_json(REPORT), "x.json") == REPORT
+    assert records.report_from_json(records.report_to_json(REPORT), "x.json") == REPORT
     bare = ReceiverReport("r1", "connected")
-    assert layout.report_from_json(layout.report_to_json(bare), "x.json") == bare
+    assert records.report_from_json(records.report_to_json(bare), "x.json") == bare
 
 
 @pytest.mark.parametrize("state", ["connected", "applied", "rolled back", "unusable", "failed"])
 def test_states_that_a_receiver_can_report(state):
     report = ReceiverReport("r1", state)
-    assert layout.report_from_json(layout.report_to_json(report), "x.json").state == state
+    assert records.report_from_json(records.report_to_json(report), "x.json").state == state
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,9 @@ def test_states_that_a_receiver_can_report(state):
     ids=lambda change: repr(change)[:30],
 )  # fmt: skip
 def test_reports_are_validated(change):
-    fields = {**json.loads(layout.report_to_json(REPORT)), **change}
+    fields = {**json.loads(records.report_to_json(REPORT)), **change}
     with pytest.raises(ProtocolError, match=r"x\.json is malformed"):
-        layout.report_from_json(json.dumps(fields).encode(), "x.json")
+        records.report_from_json(json.dumps(fields).encode(), "x.json")
 
 
 def test_the_digest_covers_bytes_and_names():

@@ -361,7 +361,7 @@ class TestReceivers:
         dead, alive = open_ends[1]("dead"), open_ends[1]("alive")
         for subscriber, id in ((dead, "dead"), (alive, "alive")):
             subscriber.acknowledge(self.report(id, Version(epoch, 0)))
-        dead._mine.release()  # as the kernel does when its process ends
+        dead._member._mine.release()  # as the kernel does when its process ends
         assert {r.receiver: r.state for r in publisher.receivers()}["dead"] == "dead"
         version = Version(epoch, 1)
         publish(publisher, version, 1)

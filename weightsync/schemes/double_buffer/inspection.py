@@ -8,9 +8,10 @@ from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, is_locked, lock_kinds
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
+from weightsync.run.receivers import read_receivers
+from weightsync.run.records import MAX_RECORD, SENDER_LOCK
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.schemes.double_buffer.receivers import read_receivers
 from weightsync.version import Version
 
 
@@ -60,7 +61,7 @@ def inspect_run(path: str) -> RunStatus:
     head: Commit | None = None
     tensors = 0
     try:
-        head = Commit.from_json(run.read(layout.HEAD, layout.MAX_HEAD), layout.HEAD)
+        head = Commit.from_json(run.read(layout.HEAD, MAX_RECORD), layout.HEAD)
         data = run.subdirectory(head.generation).read(layout.MANIFEST, layout.MAX_MANIFEST)
         tensors = len(Manifest.from_json(data).tensors)
     except FileNotFoundError:
@@ -77,7 +78,7 @@ def inspect_run(path: str) -> RunStatus:
     return RunStatus(
         path,
         head.version if head else None,
-        is_locked(run, layout.SENDER_LOCK),
+        is_locked(run, SENDER_LOCK),
         head.time if head else None,
         tensors,
         head.nbytes if head else 0,
@@ -96,7 +97,7 @@ def _slots(generation: Directory, name: str, problems: list[str]) -> list[SlotSt
         version = None
         try:
             record = layout.slot_record(number)
-            version = Commit.from_json(generation.read(record, layout.MAX_HEAD), record).version
+            version = Commit.from_json(generation.read(record, MAX_RECORD), record).version
         except FileNotFoundError:
             pass
         except WeightSyncError as error:

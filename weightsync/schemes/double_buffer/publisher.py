@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,22 +16,23 @@ from weightsync.deadline import Deadline
 from weightsync.errors import (
     DeadlineError,
     ProtocolError,
-    SenderBusyError,
     VersionError,
     WeightSyncError,
 )
 from weightsync.files import Directory, Lock
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
+from weightsync.run.ownership import Ownership
+from weightsync.run.receivers import Receivers, RecordFiles
+from weightsync.run.records import MAX_RECORD, addressees
+from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.generation import Generation, write_resident, write_stream
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.schemes.double_buffer.receivers import Receivers, forget
 from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
 from weightsync.schemes.double_buffer.rows import (
     RowWriter,
     adopt,
-    epoch_of,
     require_all,
     ticket_of,
     write_rows,
@@ -50,9 +47,6 @@ log = logging.getLogger("weightsync")
 if TYPE_CHECKING:
     from weightsync.schemes.double_buffer import DoubleBufferScheme
 
-BUSY_SECONDS = 2.0
-"""How long a sender waits for another one that is just about to end."""
-
 
 class DoubleBufferPublisher(Publisher):
     """See :class:`~weightsync.transport.Publisher`; the protocol is in docs/architecture.md."""
@@ -61,122 +55,50 @@ class DoubleBufferPublisher(Publisher):
 
     def __init__(self, scheme: DoubleBufferScheme) -> None:
         self._scheme = scheme
-        self._run: Directory | None = None
-        self._lock: Lock | None = None
-        self._epoch = 0
+        # What these refer to leads not back to this object: it could not be let go.
+        self._ownership = ownership = Ownership(
+            scheme.path, None if scheme.keep_files else remove_run
+        )
+        self._records = RecordFiles(self._ownership.directory)
+        self._receivers = Receivers(self._records, lambda: ownership.epoch)
         self._generation: Generation | None = None
         self._head: Commit | None = None
         self._head_digests: Digests | None = None
         self._last: Version | None = None
         # Answers to an earlier attempt at the head's version, which do not count for this one.
         self._stale: dict[str, bytes] = {}
-        self._receivers = Receivers(self._owned, 0)
         self._copier = Copier(scheme.threads)
         self._rows = RowWriter(scheme.path, self._copier)
-        self._pid = os.getpid()
-        self._end: Finalize[None] | None = None
 
     # ---------------------------------------------------------------- owning the run
 
     def open(self, deadline: Deadline, epoch: int | None = None) -> int:
-        if self._lock is not None and self._lock.exists:
-            if epoch is not None and epoch != self._epoch:
-                self._begin(self._lock, self._epoch, epoch)
-            return self._epoch
-        if self._end is not None:  # the directory was removed behind our back
-            self._end()
-        run, lock = self._own(deadline)
-        try:
-            self._take_over(run, lock, epoch)
-        except BaseException:
-            run.discard(layout.SENDER_LOCK)
-            lock.release()
-            raise
-        self._run, self._lock, self._pid = run, lock, os.getpid()
-        # Also when the trainer ends without shutdown(), or lets go of the sender. Unlike atexit,
-        # this runs at the end of multiprocessing's children too.
-        arguments = run, lock, self._scheme.keep_files, self._pid
-        self._end = Finalize(self, _end, arguments, exitpriority=0)
-        return self._epoch
+        if not self._ownership.held:
+            with self._ownership.taking(deadline) as run:
+                self._take_over(run, epoch)
+        elif epoch not in (None, self._ownership.epoch):
+            self._ownership.begin(epoch)
+        return self._ownership.epoch
 
-    def _take_over(self, run: Directory, lock: Lock, epoch: int | None) -> None:
+    def _take_over(self, run: Directory, epoch: int | None) -> None:
         """Begin a new epoch, and remove what the former sender's death left."""
         self._generation = None
         self._head_digests = None
-        before = epoch_of(run)
         self._head = self._former_head(run)
-        if self._head is not None:
-            before = max(before, self._head.version.epoch)
-        self._begin(lock, max(before, self._epoch), epoch)
-        run.subdirectory(layout.RECEIVERS, create=True)
-        self._sweep(run)
-
-    def _begin(self, lock: Lock, before: int, epoch: int | None) -> None:
-        """Begin an epoch later than ``before``."""
-        if epoch is None:
-            # The clock keeps epochs growing over a directory that was removed and made again; one
-            # tick of it passes, so that the next sender's is another even if this one ends at once.
-            time.sleep(0.001)
-            epoch = max(before + 1, int(time.time() * 1000))
-        if epoch <= before:
-            raise VersionError(
-                f"{self._scheme.path} has seen a sender of epoch {before}; {epoch} is not later"
-            )
-        self._epoch = epoch
-        lock.write(
-            json.dumps({"epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}).encode()
-        )
-        self._receivers = Receivers(self._owned, epoch)
-
-    def _own(self, deadline: Deadline) -> tuple[Directory, Lock]:
-        path = self._scheme.path
-
-        def attempt() -> tuple[Directory, Lock] | None:
-            try:
-                run = Directory.open(path, create=True)
-            except FileNotFoundError:
-                parent = os.path.dirname(path)
-                raise WeightSyncError(f"{path}: there is no directory {parent}") from None
-            # A former sender may remove the lock, and the directory, between any two steps.
-            try:
-                lock = Lock(run, layout.SENDER_LOCK, create=True)
-            except FileNotFoundError:
-                return None
-            if lock.try_exclusive() and lock.exists:
-                return run, lock
-            lock.release()
-            return None
-
-        owned = deadline.at_most(BUSY_SECONDS).wait(attempt)
-        if owned is None:
-            raise SenderBusyError(
-                f"{path}: another sender ({_owner(path)}) is alive and owns this run; "
-                "give each trainer a path of its own"
-            )
-        return owned
+        self._ownership.begin(epoch, _at(self._head))
+        remove_temporaries(run)
+        self._drop_generations(run)
 
     @staticmethod
     def _former_head(run: Directory) -> Commit | None:
         """The last commit of a former sender, readable until the first new one."""
         try:
-            return Commit.from_json(run.read(layout.HEAD, layout.MAX_HEAD), layout.HEAD)
+            return Commit.from_json(run.read(layout.HEAD, MAX_RECORD), layout.HEAD)
         except FileNotFoundError:
             return None
         except ProtocolError:
             run.remove(layout.HEAD)
             return None
-
-    def _sweep(self, run: Directory) -> None:
-        """Remove what dead processes left: half-written files, records, generations."""
-        for name in run.names():
-            if layout.is_temporary(name):
-                run.discard(name)
-        records = run.subdirectory(layout.RECEIVERS)
-        for name in records.names():
-            receiver = layout.receiver_of(name)
-            if receiver is not None:
-                forget(records, receiver, name)
-        self._drop_generations(run)
 
     def _drop_generations(self, run: Directory) -> None:
         """Remove every generation but the current one and the head's, unless somebody reads it."""
@@ -190,7 +112,7 @@ class DoubleBufferPublisher(Publisher):
     # ---------------------------------------------------------------- room for a manifest
 
     def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
-        run = self._owned()
+        run = self._ownership.directory()
         current = self._generation
         if current is not None and _same(current.manifest, manifest):
             return
@@ -206,8 +128,7 @@ class DoubleBufferPublisher(Publisher):
         if reused is None:
             require_room(run, self._scheme.slots * slot_size(manifest))
         directory = run.subdirectory(name, create=True)
-        for entry in filter(layout.is_temporary, directory.names()):
-            directory.remove(entry)
+        remove_temporaries(directory)
         try:
             generation = Generation(directory, name, manifest, self._scheme.slots)
             if not reused:
@@ -266,11 +187,9 @@ class DoubleBufferPublisher(Publisher):
         crew: Crew | None = None,
     ) -> Published:
         began = time.perf_counter()
-        self._require_newer(version)
-        self._receivers.forget_signed_off()
-        for receiver in receivers or ():
-            if not layout.is_receiver_id(receiver):
-                raise WeightSyncError(f"not a receiver's id: {receiver!r:.80}")
+        self._ownership.require_newer(version, self._last)
+        self._records.forget_signed_off()
+        meant_for = addressees(receivers)
         inventory = weights.inventory()
         manifest = inventory.manifest
         looked = time.perf_counter() - began
@@ -293,7 +212,7 @@ class DoubleBufferPublisher(Publisher):
                 slot,
                 layout.digest_of(manifest, digests),
                 manifest.nbytes,
-                None if receivers is None else tuple(receivers),
+                meant_for,
                 time.time(),
             )
             same = self._same_number(commit)
@@ -306,8 +225,8 @@ class DoubleBufferPublisher(Publisher):
             # Free before it becomes the head, so that the first reader finds it so.
             generation.locks[slot].unlock()
         changed = self._changed(generation, digests)
-        run = self._owned()
-        self._stale = self._receivers.raw() if version == self._last else {}
+        run = self._ownership.directory()
+        self._stale = self._records.raw() if version == self._last else {}
         if same:
             # Nothing but the addressees can differ: the same weights stay where they are.
             assert self._head is not None
@@ -351,7 +270,7 @@ class DoubleBufferPublisher(Publisher):
             return write_stream(generation, slot, inventory, writer, deadline, inventory.streamed())
         if not generation.directory.status(layout.CREW):
             generation.directory.replace(layout.CREW, b"")
-        crew.start(ticket_of(self._epoch, generation.name, slot))
+        crew.start(ticket_of(self._ownership.epoch, generation.name, slot))
         write_resident(generation, slot, inventory, writer)
         blocks = [write_rows(generation.slots[slot], inventory, writer)]
         blocks += [adopt(written, writer) for written in crew.finish(deadline)]
@@ -364,13 +283,6 @@ class DoubleBufferPublisher(Publisher):
         if deadline.expired:  # rank 0 does not wait any more: the slot may be another's
             raise DeadlineError(f"this rank was stopped for more than {deadline.seconds:.1f} s")
         return self._rows.write(ticket, inventory)
-
-    def _require_newer(self, version: Version) -> None:
-        if version.epoch != self._epoch:
-            raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
-        last = self._last
-        if last is not None and version < last:
-            raise VersionError(f"version {version.number} is older than the last, {last.number}")
 
     def _same_number(self, commit: Commit) -> bool:
         """Whether this is the head's version once more, with the same weights."""
@@ -425,13 +337,13 @@ class DoubleBufferPublisher(Publisher):
 
     def _withdraw(self, generation: Generation) -> None:
         """Make the newest other whole version the head again, before the head's slot is written."""
-        run = self._owned()
+        run = self._ownership.directory()
         assert self._head is not None
         commits = []
         for slot in range(len(generation.slots)):
             with contextlib.suppress(FileNotFoundError, ProtocolError):
                 name = layout.slot_record(slot)
-                data = generation.directory.read(name, layout.MAX_HEAD)
+                data = generation.directory.read(name, MAX_RECORD)
                 commits.append(Commit.from_json(data, name))
         others = [commit for commit in commits if commit.slot != self._head.slot]
         self._head_digests = None
@@ -458,22 +370,7 @@ class DoubleBufferPublisher(Publisher):
         self._generation = None
         self._copier.close()
         self._rows.close()
-        self._run = self._lock = None
-        if self._end is not None:
-            self._end()
-
-    def _owned(self) -> Directory:
-        if self._run is None or self._lock is None:
-            raise WeightSyncError("the publisher is not open")
-        if self._lock.released or self._pid != os.getpid():
-            raise WeightSyncError(
-                "this publisher was opened in another process; open one in this process"
-            )
-        if not self._lock.exists:
-            raise WeightSyncError(
-                f"{self._run.path} was removed while the sender was using it; connect() again"
-            )
-        return self._run
+        self._ownership.release()
 
 
 def _at(head: Commit | None) -> Version | None:
@@ -482,21 +379,3 @@ def _at(head: Commit | None) -> Version | None:
 
 def _same(one: Manifest, other: Manifest) -> bool:
     return one is other or one.fingerprint == other.fingerprint
-
-
-def _owner(path: str) -> str:
-    try:
-        record = json.loads(Directory.open(path).read(layout.SENDER_LOCK, layout.MAX_RECORD))
-        return f"pid {int(record['pid'])} on {record['host']!s:.80}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
-        return "unknown"
-
-
-def _end(run: Directory, lock: Lock, keep_files: bool, pid: int) -> None:
-    if os.getpid() != pid or lock.released:
-        return  # a forked child ends without touching its parent's run
-    try:
-        if lock.exists and not keep_files:
-            remove_run(run)
-    finally:
-        lock.release()

@@ -1,13 +1,12 @@
-"""Removing what is ours in a run's directory, and nothing else."""
+"""Removing generations, and whole runs."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 
-from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, Lock
+from weightsync.run.removal import remove_rest
 from weightsync.schemes.double_buffer import layout
 
 
@@ -40,23 +39,4 @@ def remove_run(run: Directory) -> None:
             with contextlib.suppress(FileNotFoundError, WeightSyncError):
                 _empty_generation(run.subdirectory(name))
                 run.remove_subdirectory(name)
-        elif layout.is_temporary(name):
-            run.discard(name)
-    # A receiver may be writing its record at this very moment.
-    Deadline(1.0).wait(lambda: _remove_records(run) or None)
-    run.discard(layout.SENDER_LOCK)
-    with contextlib.suppress(OSError):  # somebody else's files are in it
-        os.rmdir(run.path)
-
-
-def _remove_records(run: Directory) -> bool:
-    """Whether none of ours are left."""
-    try:
-        records = run.subdirectory(layout.RECEIVERS)
-    except (FileNotFoundError, WeightSyncError):
-        return True
-    for entry in records.names():
-        if layout.receiver_of(entry) is not None:
-            records.discard(entry)
-    run.remove_subdirectory(layout.RECEIVERS)
-    return not any(map(layout.receiver_of, records.names()))
+    remove_rest(run)

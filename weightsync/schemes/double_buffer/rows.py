@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.chunks import Copier, Geometry, SlotWriter
-from weightsync.errors import ProtocolError, SourceError, WeightSyncError
+from weightsync.errors import ProtocolError, SourceError
 from weightsync.files import Directory
 from weightsync.manifest import Manifest
+from weightsync.run.ownership import epoch_of
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
 from weightsync.source import Inventory
@@ -68,15 +68,6 @@ def require_all(inventory: Inventory, blocks: Blocks) -> None:
 
 def ticket_of(epoch: int, generation: str, slot: int) -> dict[str, Any]:
     return {"epoch": epoch, "generation": generation, "slot": slot}
-
-
-def epoch_of(run: Directory) -> int:
-    """The epoch of the last sender that owned a run; 0 if there is none."""
-    try:
-        epoch = json.loads(run.read(layout.SENDER_LOCK, layout.MAX_RECORD))["epoch"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
-        return 0
-    return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
 
 class RowWriter:

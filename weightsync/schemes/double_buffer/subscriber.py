@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,14 +15,14 @@ from weightsync.errors import (
     CorruptError,
     DeadlineError,
     ManifestError,
-    ProtocolError,
-    SchemeError,
     VersionGoneError,
     WeightSyncError,
 )
-from weightsync.files import Directory, Lock, WatchedFile, is_locked
+from weightsync.files import Directory, Lock
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
+from weightsync.run.membership import Membership
+from weightsync.run.records import MAX_RECORD
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
@@ -59,139 +57,25 @@ class DoubleBufferSubscriber(Subscriber):
     """See :class:`~weightsync.transport.Subscriber`; the protocol is in docs/architecture.md."""
 
     def __init__(self, scheme: DoubleBufferScheme, receiver: str | None) -> None:
-        if receiver is not None and not layout.is_receiver_id(receiver):
-            raise SchemeError(
-                "a receiver's id has up to 100 letters, digits, '.', '_' and '-', not "
-                f"{receiver!r:.120}"
-            )
         self._scheme = scheme
         self._path = scheme.reader_path or scheme.path
-        self._receiver = receiver
-        self._run: Directory | None = None
-        self._mine: Lock | None = None
-        self._said: ReceiverReport | None = None
+        self._member = Membership(self._path, receiver, layout.HEAD, Commit.from_json)
         self._generation: MappedGeneration | None = None
-        self._watched: WatchedFile | None = None
-        self._seen: tuple[bytes, Commit] | None = None
-        # One thread may wait for the next version while another applies this one.
-        self._looking = threading.RLock()
-        self._closed = False
         self._copier = Copier(scheme.threads)
 
     def open(self, deadline: Deadline) -> None:
-        self._closed = False
-        if deadline.wait(self._attach) is None:
-            raise DeadlineError(
-                f"no live sender at {self._path} within {deadline.seconds:.1f} s: is its "
-                "connect() done, and is the path the same on both sides?"
-            )
-
-    def _attach(self) -> bool | None:
-        """Find the run of a live sender, and enter this receiver into it; None to look again.
-
-        Looks again as well when the sender has ended: it, or the next one, may have removed the
-        directory or this receiver's record.
-        """
-        with self._looking:
-            if self._closed:  # by another thread, meanwhile
-                return None
-            if self._attached():
-                return True
-            if self._mine is not None:
-                self._mine.release()
-                self._mine = None
-            try:
-                run = Directory.open(self._path)
-                if not is_locked(run, layout.SENDER_LOCK) or not self._enter(run):
-                    return None
-            except FileNotFoundError:  # not made yet, or just being removed
-                return None
-            self._look_at(run)
-            if self._said is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    self.acknowledge(self._said)
-            return True
-
-    def _attached(self) -> bool:
-        if self._receiver is not None:
-            return self._mine is not None and self._mine.exists
-        return self._run is not None and self._run.exists
-
-    def _enter(self, run: Directory) -> bool:
-        """Lock this receiver's name in a run."""
-        if self._receiver is not None:
-            records = run.subdirectory(layout.RECEIVERS)
-            mine = Lock(records, f"{self._receiver}.lock", create=True)
-            # The sender may just be looking whether this receiver's predecessor is alive.
-            if not Deadline(0.2).wait(lambda: mine.try_exclusive() or None):
-                mine.release()
-                raise WeightSyncError(
-                    f"{self._path}: another live receiver is called {self._receiver!r}"
-                )
-            if not mine.exists:
-                mine.release()
-                return False
-            for suffix in (".json", ".left"):  # what a predecessor said
-                records.remove(f"{self._receiver}{suffix}")
-            self._mine = mine
-        return True
-
-    def _look_at(self, run: Directory) -> None:
-        if self._watched is not None:
-            self._watched.close()
-        self._run = run
-        self._watched = WatchedFile(run, layout.HEAD, layout.MAX_HEAD)
-        self._generation = self._seen = None
-
-    # ---------------------------------------------------------------- control
+        self._member.open(deadline)
 
     def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
-        def attempt() -> Version | None:
-            if self._attach() is None:
-                return None
-            head = self._head()
-            if head is None:
-                return None
-            if after is not None and head.version <= after:
-                if head.version.epoch < after.epoch:
-                    raise ProtocolError(
-                        f"{self._path}: version {head.version} comes from a sender whose clock is "
-                        f"behind that of {after}, which is held; start it again with a right clock"
-                    )
-                return None
-            if head.receivers is not None and self._receiver not in head.receivers:
-                return None
-            return head.version
-
-        return deadline.wait(attempt)
-
-    def _head(self) -> Commit | None:
-        run = self._require_run()
-        assert self._watched is not None
-        with self._looking:
-            data = self._watched.read()
-            if data is None:
-                return None
-            if self._seen is None or self._seen[0] is not data:
-                self._seen = data, Commit.from_json(data, f"{run.path}/{layout.HEAD}")
-            return self._seen[1]
+        return self._member.wait(after, deadline)
 
     def acknowledge(self, report: ReceiverReport) -> None:
-        self._said = report
-        run = self._require_run()
-        if self._receiver is None:
-            raise WeightSyncError("this subscriber has no id to acknowledge under")
-        if not self._attached():
-            return  # said again to the next sender
-        records = run.subdirectory(layout.RECEIVERS)
-        records.replace(f"{self._receiver}.json", layout.report_to_json(report))
+        self._member.acknowledge(report)
 
     # ---------------------------------------------------------------- data
 
     def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
-        with self._looking:
-            if self._run is None or not self._run.exists:
-                self._attach_anyway(deadline)
+        self._member.reach(deadline)
 
         def attempt() -> DoubleBufferSnapshot | None:
             found = self._find(version)
@@ -209,16 +93,8 @@ class DoubleBufferSubscriber(Subscriber):
             )
         return snapshot
 
-    def _attach_anyway(self, deadline: Deadline) -> None:
-        """For readers without an id: the version asked for matters, not who is alive."""
-        try:
-            self._look_at(Directory.open(self._path))
-        except FileNotFoundError:
-            self.open(deadline)
-
     def _find(self, version: Version) -> Commit | None:
-        run = self._require_run()
-        head = self._head()
+        run, head = self._member.directory(), self._member.head()
         if head is not None and head.version == version:
             return head
         for name in run.names():
@@ -260,39 +136,16 @@ class DoubleBufferSubscriber(Subscriber):
         return None
 
     def _map(self, name: str) -> MappedGeneration:
-        directory = self._require_run().subdirectory(name)
+        directory = self._member.directory().subdirectory(name)
         current = self._generation
         if current is None or current.name != name or not current.directory.exists:
             current = self._generation = MappedGeneration(directory, name)
         return current
 
-    def _require_run(self) -> Directory:
-        if self._run is None:
-            raise WeightSyncError("the subscriber is not open")
-        return self._run
-
     def close(self) -> None:
-        with self._looking:
-            self._closed = True
-            self._leave()
-
-    def _leave(self) -> None:
-        run, self._run = self._run, None
-        self._generation = self._seen = None
-        if self._watched is not None:
-            self._watched.close()
+        self._generation = None
         self._copier.close()
-        mine, self._mine = self._mine, None
-        if mine is None:
-            return
-        if run is not None and mine.exists:
-            with contextlib.suppress(FileNotFoundError):
-                records = run.subdirectory(layout.RECEIVERS)
-                # A sender may be about to read what it waits for, or why nobody is there.
-                if self._said is None or self._said.state != "failed":
-                    records.rename(f"{self._receiver}.json", f"{self._receiver}.left")
-                records.remove(f"{self._receiver}.lock")
-        mine.release()
+        self._member.leave()
 
 
 class DoubleBufferSnapshot(Snapshot):
@@ -374,7 +227,7 @@ class DoubleBufferSnapshot(Snapshot):
 
 def _read_record(generation: Directory, name: str) -> Commit | None:
     try:
-        data = generation.read(name, layout.MAX_HEAD)
+        data = generation.read(name, MAX_RECORD)
     except FileNotFoundError:
         return None
     return Commit.from_json(data, f"{generation.path}/{name}")

@@ -1,0 +1,1 @@
+"""A run's directory, whatever moves the bytes: its one sender, and the records of its receivers."""
