@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -108,6 +108,7 @@ class Inventory:
             byte; 0 where it must be copied with a cast, from another device, or be made first.
         rest: what :meth:`stream` iterates instead of reading the weights one after the other.
         ranks: which ranks send it together, by their numbers in the default group; None for all.
+        extras: gives the small files, by name, that lie beside the weights in a checkpoint.
     """
 
     manifest: Manifest
@@ -115,6 +116,7 @@ class Inventory:
     addresses: Addresses
     rest: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = field(default=None)
     ranks: Collection[int] | None = None
+    extras: Callable[[], Mapping[str, bytes]] = field(default=dict)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of everything: what exists anyway first, then the stream."""

@@ -45,6 +45,10 @@ class ResidentSource(WeightSource):
         """Under which of its names a tied weight is sent."""
         return names[0]
 
+    def extras(self) -> Mapping[str, bytes]:
+        """The small files that lie beside the weights in a checkpoint."""
+        return {}
+
     walked = False
 
     def manifest(self) -> Manifest:
@@ -66,7 +70,7 @@ class ResidentSource(WeightSource):
             values[v] if type(v) is int else v.within(values) if type(v) is _View else v
             for v in known.values
         ]
-        return Inventory(known.manifest, sent, known.addresses)
+        return Inventory(known.manifest, sent, known.addresses, extras=self.extras)
 
     def _look(self, names: list[str], values: list[Any], facts: Facts | None) -> _Known:
         place = _Places(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,6 +39,9 @@ class ModuleSource(ResidentSource):
     def keeps(self, name: str) -> bool:
         dtype = self._options.dtype
         return self._checkpoint is not None and self._checkpoint.keeps(name, dtype)
+
+    def extras(self) -> Mapping[str, bytes]:
+        return {} if self._checkpoint is None else self._checkpoint.extras(self._options.dtype)
 
     def primary(self, names: Sequence[str]) -> str:
         return names[0] if self._checkpoint is None else self._checkpoint.primary(names)

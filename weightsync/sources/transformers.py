@@ -65,6 +65,32 @@ class Checkpoint:
         kept = () if self._plan is None else self._plan.kept
         return next((name for name in names if name in kept), names[0])
 
+    def extras(self, dtype: torch.dtype | None) -> dict[str, bytes]:
+        """What ``save_pretrained`` writes beside the weights: how to make the model of them.
+
+        Args:
+            dtype: that the weights are cast to; None for the model's own.
+
+        Raises:
+            SourceError: the model's configuration cannot be written.
+        """
+        model = self._model
+        try:
+            config = deepcopy(model.config)
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            setattr(
+                config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype or model.dtype
+            )
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # packed weights are sent dequantised
+            files = {"config.json": config.to_json_string()}
+            generation = getattr(model, "generation_config", None)
+            if generation is not None:
+                files["generation_config.json"] = generation.to_json_string()
+        except Exception as error:
+            raise _failed(model, error, "its configuration as JSON") from error
+        return {name: text.encode() for name, text in files.items()}
+
     def keeps(self, name: str, dtype: torch.dtype | None) -> bool:
         """Whether the model wants a tensor (by its checkpoint name) to stay float32."""
         origin = None if self._plan is None else self._plan.origins.get(name)
@@ -651,9 +677,8 @@ def _require(tensor: torch.Tensor | None, said: _Part | Weight) -> None:
         raise SourceError(f"{made} was made for it instead of {describe(said.dtype, said.shape)}")
 
 
-def _failed(model: Any, error: Exception) -> SourceError:
+def _failed(model: Any, error: Exception, what: str = "its checkpoint's names") -> SourceError:
     kind = type(error).__name__
     return SourceError(
-        f"the conversion of {type(model).__name__} to its checkpoint's names failed: "
-        f"{kind}: {error!s:.500}"
+        f"the conversion of {type(model).__name__} to {what} failed: {kind}: {error!s:.500}"
     )
