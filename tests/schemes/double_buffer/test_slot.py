@@ -8,11 +8,11 @@ import torch
 from tests.conftest import assert_same
 from weightsync.errors import NoRoomError, ProtocolError, SourceError
 from weightsync.files import Directory
+from weightsync.intake import copy_tensor
 from weightsync.manifest import DTYPES, Manifest
 from weightsync.schemes.double_buffer.slot import (
     PAGE,
     Slot,
-    copy_tensor,
     require_room,
     slot_size,
 )

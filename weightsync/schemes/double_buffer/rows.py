@@ -11,10 +11,11 @@ import numpy.typing as npt
 from weightsync.chunks import Copier, Geometry, SlotWriter
 from weightsync.errors import ProtocolError, SourceError
 from weightsync.files import Directory
+from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
 from weightsync.run.ownership import epoch_of
 from weightsync.schemes.double_buffer import layout
-from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
+from weightsync.schemes.double_buffer.slot import Slot, slot_size
 from weightsync.source import Inventory
 from weightsync.tensors import plain_address
 

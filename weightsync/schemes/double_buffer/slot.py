@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from weightsync.errors import NoRoomError, ProtocolError, SourceError
+from weightsync.errors import NoRoomError, ProtocolError
 from weightsync.files import Directory
 from weightsync.manifest import Manifest, ParamSpec
 from weightsync.schemes.double_buffer import layout
@@ -94,24 +94,6 @@ class Slot:
         """The tensor at its place in the slot."""
         flat = self._tensor[spec.offset : spec.offset + spec.nbytes]
         return flat.view(spec.dtype).view(spec.shape)
-
-
-@torch.no_grad()
-def copy_tensor(into: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
-    """Copy values over: the one documented cast, any strides, any device.
-
-    Raises:
-        SourceError: torch has no such conversion.
-    """
-    try:
-        into.copy_(tensor)
-    except NotImplementedError:
-        # int1 to int7 and uint1 to uint7 have no copy kernel; their bytes are whole, though.
-        if tensor.dtype != into.dtype or into.dtype.itemsize != 1:
-            raise SourceError(
-                f"tensor {name!r}: torch cannot copy {tensor.dtype} to {into.dtype}"
-            ) from None
-        into.view(torch.uint8).copy_(tensor.view(torch.uint8))
 
 
 def require_room(directory: Directory, needed: int) -> None:

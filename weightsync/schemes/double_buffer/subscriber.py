@@ -19,13 +19,14 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.files import Directory, Lock
+from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.run.membership import Membership
 from weightsync.run.records import MAX_RECORD
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.schemes.double_buffer.slot import Slot, copy_tensor, slot_size
+from weightsync.schemes.double_buffer.slot import Slot, slot_size
 from weightsync.transport import Snapshot, Subscriber, Targets
 from weightsync.version import Version
 
