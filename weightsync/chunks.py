@@ -46,7 +46,7 @@ def _move_slowly(
 
 
 try:
-    from weightsync._rows import move
+    from weightsync._rows import move as move
 except ImportError:
     move = _move_slowly
 

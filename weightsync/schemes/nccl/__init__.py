@@ -1,7 +1,7 @@
 """Collectives over replicas and GPUs: the trainer broadcasts each version to all that generate.
 
-For trainers and engines on different GPUs or hosts; on gloo, for CPUs too. Rank 0 is the trainer, the
-processes of each replica follow. The protocol is in docs/architecture.md.
+For trainers and engines on different GPUs or hosts; on gloo, for CPUs too. Rank 0 is the trainer,
+the processes of each replica follow. The protocol is in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class NCCLScheme(WeightSyncScheme):
         gpus_per_replica: processes of each, a number or one for each replica; checked when they
             connect. None: not checked.
         backend: ``"nccl"`` for GPUs, ``"gloo"`` for CPUs.
-        bucket_mb: MiB that travel at a time, two of them under way; by default 16 with gloo and 64
-            with NCCL.
+        bucket_mb: MiB that travel at a time, a few of them under way; by default 8 with gloo and
+            32 with NCCL.
         buffers: versions that a receiving process has room for, in its host's memory. With two it
             can go back to the last one if an update fails; with one it needs half the memory.
         verify: compare what arrives with its digests.
@@ -124,7 +124,7 @@ class NCCLScheme(WeightSyncScheme):
     @property
     def bucket_size(self) -> int:
         """Bytes."""
-        return (self.bucket_mb or (16 if self.backend == "gloo" else 64)) * _MB
+        return (self.bucket_mb or (8 if self.backend == "gloo" else 32)) * _MB
 
     def device_here(self) -> torch.device:
         """What collectives of this process move.

@@ -1,12 +1,13 @@
-"""Weights as a sequence of buckets: packed bytes, where they belong, and their digests.
+"""Weights as a sequence of buckets: some bytes, where they belong, and their digests.
 
-A bucket is a few MiB of bytes, whole tensors or parts of them one after the other, in whatever order
-the source gives them. It says of each piece where it lies in the version as the manifest lays it
-out, so the two sides need not agree on an order, and a tensor may be larger than a bucket.
+A bucket is a few MiB, in parts. A part is small tensors packed one after the other, or a large one
+(or a piece of it) in its own memory. It says where its bytes lie in the version as the manifest
+lays it out, so the two sides need not agree on an order, and a tensor may be larger than a bucket.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import xxhash
 
 from weightsync.chunks import CHUNK, Addresses, Copier, Digests, Rows, move
-from weightsync.errors import ProtocolError, SourceError
+from weightsync.errors import CorruptError, ProtocolError, SourceError
 from weightsync.manifest import Manifest, ParamSpec, describe
 from weightsync.source import Inventory
 from weightsync.tensors import plain_address
@@ -25,27 +26,45 @@ Pieces = list[tuple[int, int]]
 """``(offset in the version, length)`` in bytes, in the order in which they lie in the bucket."""
 
 
+DIRECT = CHUNK
+"""Bytes. From this size on a tensor travels out of its own memory, without being packed."""
+
+
 @dataclass
-class Bucket:
+class Part:
     """
     Attributes:
-        buffer: uint8, on the CPU; its first ``nbytes`` are the bucket's.
+        buffer: uint8, on the CPU; its first ``nbytes`` are the part's.
+        packed: whether it is one of the packer's buffers, not a trainer's tensor.
         digests: XXH3 of each MiB of them; none if digests are off.
     """
 
-    number: int
     buffer: torch.Tensor
+    packed: bool
     nbytes: int = 0
     pieces: Pieces = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+
+    @property
+    def payload(self) -> torch.Tensor:
+        return self.buffer[: self.nbytes]
+
+
+@dataclass
+class Bucket:
+    """Numbers count in the order in which buckets leave."""
+
+    number: int
+    parts: list[Part]
 
     def message(self) -> dict[str, Any]:
         return {
             "op": "bucket",
             "number": self.number,
-            "nbytes": self.nbytes,
-            "pieces": self.pieces,
-            "digests": self.digests,
+            "parts": [
+                {"nbytes": part.nbytes, "pieces": part.pieces, "digests": part.digests}
+                for part in self.parts
+            ],
         }
 
 
@@ -53,7 +72,8 @@ class Packer:
     """Packs one version.
 
     Args:
-        next_buffer: gives a buffer for the next bucket, all of one size, a multiple of 1 MiB.
+        next_buffer: gives a buffer for the next bucket that is packed, ``size`` bytes long.
+        size: of a bucket at most, in bytes; a multiple of 1 MiB.
         digest: whether to make digests.
     """
 
@@ -62,17 +82,22 @@ class Packer:
         inventory: Inventory,
         copier: Copier,
         next_buffer: Callable[[], torch.Tensor],
+        size: int,
         digest: bool,
     ) -> None:
         self._inventory = inventory
         self._manifest = inventory.manifest
         self._copier = copier
         self._next_buffer = next_buffer
+        self._size = size
         self._digest = digest
-        self._bucket: Bucket | None = None
+        self._packing: Part | None = None
+        self._direct: list[Part] = []
         self._count = 0
         self._sent: list[tuple[int, int]] = []
         self._digests: list[int] = []
+        self._large: list[tuple[int, int]] = []
+        self._large_digests: list[int] = []
 
     def buckets(self) -> Iterator[Bucket]:
         """All of it; a bucket's buffer is the caller's when the next one is asked for.
@@ -84,8 +109,12 @@ class Packer:
         offsets = np.array([spec.offset for spec in specs], dtype=np.int64)
         sizes = np.array([spec.nbytes for spec in specs], dtype=np.int64)
         addresses = self._inventory.addresses
-        at_once = np.flatnonzero((addresses != 0) & (sizes > 0))
-        yield from self._add(at_once, offsets[at_once], sizes[at_once], addresses[at_once])
+        small = np.flatnonzero((addresses != 0) & (sizes > 0) & (sizes < DIRECT))
+        yield from self._add(small, offsets[small], sizes[small], addresses[small])
+        for number in np.flatnonzero((addresses != 0) & (sizes >= DIRECT)).tolist():
+            yield from self._cut(number)
+        if self._direct:
+            yield self._bucket(self._direct)
         for number, value in enumerate(self._inventory.values):
             if isinstance(value, torch.Tensor) and addresses[number] == 0:
                 yield from self._add_tensor(number, value)
@@ -102,8 +131,26 @@ class Packer:
         if awaited:
             names = ", ".join(repr(specs[number].name) for number in sorted(awaited)[:5])
             raise SourceError(f"{len(awaited)} tensors of the manifest were not sent: {names} ...")
-        if self._bucket is not None:
-            yield self._finished(self._bucket)
+        if self._packing is not None:
+            yield self._finished(self._packing)
+
+    def _cut(self, number: int) -> Iterator[Bucket]:
+        """A large tensor, out of its own memory."""
+        tensor = self._inventory.values[number]
+        assert isinstance(tensor, torch.Tensor)
+        spec = self._manifest.tensors[number]
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        self._large.append((number, spec.nbytes))
+        for begin in range(0, spec.nbytes, self._size):
+            buffer = flat[begin : begin + self._size]
+            part = Part(buffer, False, len(buffer), [(spec.offset + begin, len(buffer))])
+            if self._digest:
+                part.digests = digests_of(buffer, self._copier)
+                self._large_digests += part.digests
+            if sum(other.nbytes for other in self._direct) + part.nbytes > self._size:
+                yield self._bucket(self._direct)
+                self._direct = []
+            self._direct.append(part)
 
     def _add_tensor(self, number: int, tensor: torch.Tensor) -> Iterator[Bucket]:
         spec = self._manifest.tensors[number]
@@ -122,39 +169,38 @@ class Packer:
         total = int(starts[-1])
         self._sent += zip(numbers.tolist(), sizes.tolist(), strict=True)
         while done < total:
-            if self._bucket is None:
-                self._bucket = Bucket(self._count, self._next_buffer())
-                self._count += 1
-            bucket = self._bucket
-            end = min(total, done + len(bucket.buffer) - bucket.nbytes)
+            if self._packing is None:
+                self._packing = Part(self._next_buffer(), True)
+            part = self._packing
+            end = min(total, done + len(part.buffer) - part.nbytes)
             first = int(np.searchsorted(starts, done, side="right")) - 1
             last = int(np.searchsorted(starts, end, side="left"))
             begins = np.maximum(starts[first:last], done)
             lengths = np.minimum(starts[first + 1 : last + 1], end) - begins
             inside = begins - starts[first:last]
-            self._copy(bucket, begins - done, lengths, addresses[first:last] + inside)
-            _extend(bucket.pieces, offsets[first:last] + inside, lengths)
-            bucket.nbytes += end - done
+            self._copy(part, begins - done, lengths, addresses[first:last] + inside)
+            _extend(part.pieces, offsets[first:last] + inside, lengths)
+            part.nbytes += end - done
             done = end
-            if bucket.nbytes == len(bucket.buffer):
-                self._bucket = None
-                yield self._finished(bucket)
+            if part.nbytes == len(part.buffer):
+                self._packing = None
+                yield self._finished(part)
 
     def _copy(
-        self, bucket: Bucket, begins: Addresses, lengths: Addresses, addresses: Addresses
+        self, part: Part, begins: Addresses, lengths: Addresses, addresses: Addresses
     ) -> None:
-        """Copy bytes to the bucket's end; every MiB that gets whole is digested in the cache."""
-        base = bucket.buffer.data_ptr()
-        rows = Rows(begins + bucket.nbytes, lengths)
+        """Copy bytes to the part's end; every MiB that gets whole is digested in the cache."""
+        base = part.buffer.data_ptr()
+        rows = Rows(begins + part.nbytes, lengths)
         into = rows.in_slot + base
         out_of = addresses[rows.piece] + rows.in_piece
         chunks, first_row = np.unique(rows.in_slot // CHUNK, return_index=True)
         bounds = [*first_row.tolist(), len(into)]
         numbers = chunks.tolist()
-        end = bucket.nbytes + int(lengths.sum())
-        view = memoryview(bucket.buffer.numpy())
-        digests = bucket.digests
-        digests += [0] * (len(numbers) if not digests else numbers[-1] + 1 - len(digests))
+        end = part.nbytes + int(lengths.sum())
+        view = _view(part.buffer)
+        digests = part.digests
+        digests += [0] * (numbers[-1] + 1 - len(digests))
 
         def work(index: int) -> None:
             chunk = numbers[index]
@@ -164,56 +210,83 @@ class Packer:
 
         self._copier.each(len(numbers), work)
 
-    def _finished(self, bucket: Bucket) -> Bucket:
+    def _finished(self, part: Part) -> Bucket:
         if not self._digest:
-            bucket.digests = []
-        elif bucket.nbytes % CHUNK:
-            begin = bucket.nbytes // CHUNK * CHUNK
-            rest = bucket.buffer.numpy()[begin : bucket.nbytes]
-            bucket.digests[-1] = xxhash.xxh3_64_intdigest(memoryview(rest))
-        self._digests += bucket.digests
-        return bucket
+            part.digests = []
+        elif part.nbytes % CHUNK:
+            begin = part.nbytes // CHUNK * CHUNK
+            part.digests[-1] = xxhash.xxh3_64_intdigest(_view(part.buffer)[begin : part.nbytes])
+        self._digests += part.digests
+        return self._bucket([part])
+
+    def _bucket(self, parts: list[Part]) -> Bucket:
+        self._count += 1
+        return Bucket(self._count - 1, parts)
 
     def summary(self) -> Summary:
         """What was packed, once all buckets were handed out."""
-        return Summary(self._manifest.fingerprint, self._sent, np.array(self._digests, np.uint64))
+        # Of large tensors each begins a MiB of its own; of small ones several share one.
+        places = []
+        first = 0
+        for number, size in self._large:
+            places.append((number, first, first + -(-size // CHUNK)))
+            first = places[-1][2]
+        at = 0
+        for number, size in self._sent:
+            places.append((number, first + at // CHUNK, first + -(-(at + size) // CHUNK)))
+            at += size
+        digests = np.array([*self._large_digests, *self._digests], np.uint64)
+        return Summary(self._manifest.fingerprint, places, digests if self._digest else None)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One version as it was packed.
+    """One version as it was sent.
 
     Attributes:
-        sent: ``(index in the manifest, bytes)`` of each tensor, in the order of packing.
-        digests: of each MiB; empty if digests are off.
+        places: ``(index in the manifest, begin, end)`` of each tensor's digests, as sent.
+        digests: of each MiB; None if digests are off.
     """
 
     fingerprint: str
-    sent: Sequence[tuple[int, int]]
-    digests: Digests
+    places: Sequence[tuple[int, int, int]]
+    digests: Digests | None
 
     @property
     def digest(self) -> str | None:
         """One 128-bit XXH3 of it all, as hexadecimal. None: there are no digests."""
-        if len(self.digests) == 0 and any(size for _, size in self.sent):
+        if self.digests is None:
             return None
         state = xxhash.xxh3_128(self.fingerprint.encode())
-        state.update(np.array(self.sent, dtype="<i8").tobytes())
+        state.update(np.array(self.places, dtype="<i8").tobytes())
         state.update(self.digests.astype("<u8").tobytes())
         return state.hexdigest()
 
+    def same_as(self, other: Summary | None) -> bool:
+        """Whether it is known that the weights are the same, bit for bit."""
+        return other is not None and self.digest is not None and self.digest == other.digest
+
     def changed_since(self, former: Summary | None) -> int | None:
         """How many tensors lie in a MiB whose digest differs; None if that cannot be known."""
-        if former is None or self.digest is None or former.digest is None:
+        if former is None or self.digests is None or former.digests is None:
             return None
-        if self.fingerprint != former.fingerprint or self.sent != former.sent:
+        if self.fingerprint != former.fingerprint or self.places != former.places:
             return None
-        sizes = np.array([size for _, size in self.sent], dtype=np.int64)
-        ends = np.cumsum(sizes)
-        begins, ends = (ends - sizes)[sizes > 0], ends[sizes > 0]
         different = np.concatenate([[0], np.cumsum(self.digests != former.digests)])
-        touched = different[(ends - 1) // CHUNK + 1] > different[begins // CHUNK]
-        return int(np.count_nonzero(touched))
+        places = np.array(self.places, dtype=np.int64).reshape(-1, 3)
+        return int(np.count_nonzero(different[places[:, 2]] > different[places[:, 1]]))
+
+
+def digests_of(payload: torch.Tensor, copier: Copier) -> list[int]:
+    """XXH3 of each MiB of some bytes on the CPU."""
+    view = _view(payload)
+    digests = [0] * -(-len(view) // CHUNK)
+
+    def work(chunk: int) -> None:
+        digests[chunk] = xxhash.xxh3_64_intdigest(view[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+    copier.each(len(digests), work)
+    return digests
 
 
 def _extend(pieces: Pieces, offsets: Addresses, lengths: Addresses) -> None:
@@ -256,59 +329,73 @@ def bytes_of(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def unpack(
-    message: dict[str, Any],
-    buffer: torch.Tensor,
-    slot: torch.Tensor,
+def check(part: dict[str, Any], manifest: Manifest) -> Pieces:
+    """The pieces of a part that is announced, as in :meth:`Bucket.message`; not believed.
+
+    Raises:
+        ProtocolError: the message makes no sense.
+    """
+    nbytes, digests = part["nbytes"], part["digests"]
+    table = np.array(part["pieces"], dtype=np.int64).reshape(-1, 2)
+    offsets, lengths = table[:, 0], table[:, 1]
+    inside = (offsets >= 0) & (lengths > 0) & (offsets + lengths <= manifest.nbytes)
+    if not inside.all() or int(lengths.sum()) != nbytes or nbytes <= 0:
+        raise ProtocolError("a bucket has pieces that lie nowhere")
+    if digests and len(digests) != -(-nbytes // CHUNK):
+        raise ProtocolError(f"a bucket of {nbytes} bytes has {len(digests)} digests")
+    return list(zip(offsets.tolist(), lengths.tolist(), strict=True))
+
+
+def verify(
+    digests: Sequence[int],
+    pieces: Pieces,
+    payload: torch.Tensor,
     manifest: Manifest,
     copier: Copier,
 ) -> None:
-    """Verify a bucket that has arrived, and put its pieces into place.
-
-    Args:
-        message: as :meth:`Bucket.message` made it; not believed.
-        buffer: uint8 on the CPU, the bucket. slot: uint8 on the CPU, the version.
+    """Compare a part that has arrived with its digests, if it has any.
 
     Raises:
-        ProtocolError: the message makes no sense, or the bytes are not those that were sent.
+        CorruptError: the bytes are not those that were sent; names the tensors concerned.
     """
-    nbytes = message["nbytes"]
-    pieces = np.array(message["pieces"], dtype=np.int64).reshape(-1, 2)
-    offsets, lengths = pieces[:, 0], pieces[:, 1]
-    inside = (offsets >= 0) & (lengths > 0) & (offsets + lengths <= manifest.nbytes)
-    if not inside.all() or int(lengths.sum()) != nbytes or not 0 <= nbytes <= len(buffer):
-        raise ProtocolError(f"bucket {message['number']!r:.20} has pieces that lie nowhere")
-    digests = message["digests"]
-    count = -(-nbytes // CHUNK)
-    if digests and len(digests) != count:
-        raise ProtocolError(f"bucket {message['number']!r:.20} has {len(digests)} digests")
-    rows = Rows(np.cumsum(lengths) - lengths, lengths)
-    out_of = rows.in_slot + buffer.data_ptr()
-    into = offsets[rows.piece] + rows.in_piece + slot.data_ptr()
-    first_row = np.searchsorted(rows.in_slot // CHUNK, np.arange(count + 1)).tolist()
-    view = memoryview(buffer.numpy())
-    wrong: list[int] = []
-
-    def work(chunk: int) -> None:
-        if digests:
-            held = view[chunk * CHUNK : min((chunk + 1) * CHUNK, nbytes)]
-            if xxhash.xxh3_64_intdigest(held) != digests[chunk]:
-                wrong.append(chunk)
-                return
-        move(into, out_of, rows.length, first_row[chunk], first_row[chunk + 1], True)
-
-    copier.each(count, work)
+    held = digests_of(payload, copier) if digests else []
+    wrong = [n for n, (one, other) in enumerate(zip(held, digests, strict=True)) if one != other]
     if wrong:
-        names = _names_at(manifest, offsets[rows.piece] + rows.in_piece, rows, wrong)
-        raise ProtocolError(
-            f"bucket {message['number']}: {len(wrong)} MiB are not what was sent; tensors in "
-            f"them: {names}"
+        raise CorruptError(
+            f"{len(wrong)} MiB are not what was sent; tensors in them: "
+            f"{_names_at(manifest, pieces, wrong)}"
         )
 
 
-def _names_at(manifest: Manifest, places: Addresses, rows: Rows, chunks: Sequence[int]) -> str:
-    begins = np.array([spec.offset for spec in manifest.tensors], dtype=np.int64)
-    hit = np.isin(rows.in_slot // CHUNK, np.array(chunks))
-    first = np.searchsorted(begins, places[hit], side="right") - 1
-    names = [manifest.tensors[number].name for number in np.unique(first).tolist()]
-    return ", ".join(map(repr, names[:5]))
+def unpack(pieces: Pieces, payload: torch.Tensor, slot: torch.Tensor, copier: Copier) -> None:
+    """Put a bucket's pieces into their places. Both are uint8 on the CPU."""
+    table = np.array(pieces, dtype=np.int64)
+    offsets, lengths = table[:, 0], table[:, 1]
+    rows = Rows(np.cumsum(lengths) - lengths, lengths)
+    out_of = rows.in_slot + payload.data_ptr()
+    into = offsets[rows.piece] + rows.in_piece + slot.data_ptr()
+    count = -(-len(payload) // CHUNK)
+    first_row = np.searchsorted(rows.in_slot // CHUNK, np.arange(count + 1)).tolist()
+    copier.each(
+        count,
+        lambda chunk: move(into, out_of, rows.length, first_row[chunk], first_row[chunk + 1], True),
+    )
+
+
+def _names_at(manifest: Manifest, pieces: Pieces, chunks: Sequence[int]) -> str:
+    begins = [spec.offset for spec in manifest.tensors]
+    names = []
+    at = 0
+    for offset, length in pieces:
+        for chunk in chunks:
+            low, high = max(at, chunk * CHUNK), min(at + length, (chunk + 1) * CHUNK)
+            if low < high:
+                first = bisect_right(begins, offset + low - at) - 1
+                last = bisect_right(begins, offset + high - at - 1)
+                names += [spec.name for spec in manifest.tensors[first:last] if spec.nbytes]
+        at += length
+    return ", ".join(map(repr, dict.fromkeys(names[:5])))
+
+
+def _view(buffer: torch.Tensor) -> memoryview:
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote, unquote
 
 from weightsync.deadline import Deadline
@@ -62,8 +63,8 @@ def listen(endpoint: Endpoint) -> socket.socket:
                 "choose another one with master_port=, or leave it out for a free one"
             ) from None
         raise WeightSyncError(
-            f"cannot listen at {endpoint}: {error.strerror or error}; master_address= is an address "
-            "of the trainer's host, by which the receivers reach it"
+            f"cannot listen at {endpoint}: {error.strerror or error}; master_address= is an "
+            "address of the trainer's host, by which the receivers reach it"
         ) from None
     return listening
 
@@ -120,12 +121,10 @@ def connect(endpoint: Endpoint, deadline: Deadline) -> socket.socket:
     raise DeadlineError(f"no connection to {endpoint}: {words}")
 
 
-def _resolve(
-    endpoint: Endpoint,
-) -> list[tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]]:
+def _resolve(endpoint: Endpoint) -> list[tuple[int, int, int, str, Any]]:
     """One resolver for both sides, so that they agree on the family."""
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    return sorted(found, key=lambda entry: entry[0])  # type: ignore[return-value]
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def is_loopback(host: str) -> bool:

@@ -17,6 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
@@ -30,11 +38,11 @@ _POLL = timedelta(milliseconds=50)
 _building = threading.Lock()
 
 
-def serve_store(host: str) -> tuple[Endpoint, dist.TCPStore]:
+def serve_store(host: str) -> tuple[Endpoint, TCPStore]:
     """A store on a free port of an address, on a socket that we bound ourselves."""
     listening = endpoint.listen(Endpoint(host, 0))
     where = Endpoint(host, int(listening.getsockname()[1]))
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         where.port,
         is_master=True,
@@ -45,9 +53,9 @@ def serve_store(host: str) -> tuple[Endpoint, dist.TCPStore]:
     return where, store
 
 
-def join_store(where: Endpoint, seconds: float) -> dist.TCPStore:
+def join_store(where: Endpoint, seconds: float) -> TCPStore:
     timeout = timedelta(seconds=max(1.0, seconds))
-    return dist.TCPStore(where.host, where.port, is_master=False, timeout=timeout)
+    return TCPStore(where.host, where.port, is_master=False, timeout=timeout)
 
 
 class Group:
@@ -67,7 +75,7 @@ class Group:
     def __init__(
         self,
         backend: str,
-        store: dist.Store,
+        store: Store,
         key: str,
         rank: int,
         size: int,
@@ -78,7 +86,7 @@ class Group:
         self.rank = rank
         self.size = size
         self._device = device
-        place = dist.PrefixStore(key, store)
+        place = PrefixStore(key, store)
         place.set_timeout(timedelta(seconds=max(0.1, seconds)))
         make = _gloo if backend == "gloo" else _nccl
         try:
@@ -87,35 +95,35 @@ class Group:
             raise WeightSyncError(
                 f"the {backend} group of {size} could not be built as rank {rank}: {error!s:.500}"
             ) from None
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
         self.buffers: list[torch.Tensor] = []
 
-    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Begin to send a buffer from rank 0 to all; its bytes are in use until the work is done."""
-        options = dist.BroadcastOptions()
+    def broadcast(self, buffer: torch.Tensor) -> Work:
+        """Begin to send a buffer from rank 0 to all; it is in use until the work is settled."""
+        options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=STUCK)
-        work: dist.Work = self._group.broadcast([buffer], options)
+        work: Work = self._group.broadcast([buffer], options)
         self._works.append(work)
         return work
 
-    def is_done(self, work: dist.Work) -> bool:
-        """Wait a moment for a work. Whether it is done.
-
-        Raises:
-            WeightSyncError: it failed; has torch's words.
-        """
+    def wait_a_moment(self, work: Work) -> bool:
+        """Wait 50 ms at most for a work. Whether it is over, well or not."""
         if not work.is_completed():
             if self._device.type == "cuda":
                 time.sleep(0.0002)
-                if not work.is_completed():
-                    return False
             else:
                 # Waits in C++, and leaves the operation alone if that was not long enough.
                 with contextlib.suppress(RuntimeError):
                     work.wait(_POLL)
-                if not work.is_completed():
-                    return False
+        return work.is_completed()
+
+    def settle(self, work: Work) -> None:
+        """End a work that is over.
+
+        Raises:
+            WeightSyncError: it failed; has torch's words.
+        """
         try:
             work.wait()
             if self._device.type == "cuda":
@@ -123,7 +131,6 @@ class Group:
         except RuntimeError as error:
             raise WeightSyncError(f"{error!s:.300}") from None
         self._works.remove(work)
-        return True
 
     def leave(self) -> None:
         """Let it go, whatever state it is in; takes no time. Idempotent."""
@@ -150,9 +157,9 @@ class Group:
 
 
 def _gloo(
-    place: dist.Store, rank: int, size: int, host: str, device: torch.device, seconds: float
+    place: Store, rank: int, size: int, host: str, device: torch.device, seconds: float
 ) -> Any:
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=max(0.1, seconds))
@@ -161,7 +168,7 @@ def _gloo(
 
 
 def _nccl(
-    place: dist.Store, rank: int, size: int, host: str, device: torch.device, seconds: float
+    place: Store, rank: int, size: int, host: str, device: torch.device, seconds: float
 ) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # deadlines are kept here; torch would end the process
@@ -174,7 +181,7 @@ def _nccl(
             TORCH_NCCL_DUMP_ON_TIMEOUT="0",
         ),
     ):
-        group = dist.ProcessGroupNCCL(place, rank, size, options)
+        group: Any = dist.ProcessGroupNCCL(place, rank, size, options)
     # NCCL connects at the first collective: do it now, so that a failure is one of set-up.
     with torch.cuda.device(device):
         first = group.allreduce([torch.zeros(1, device=device)])

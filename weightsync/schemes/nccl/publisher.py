@@ -163,7 +163,8 @@ class NCCLPublisher(Publisher):
     ) -> Summary:
         transfer.begin()
         digest = self._scheme.verify
-        packer = Packer(inventory, self._copier, transfer.next_buffer, digest)
+        size = self._scheme.bucket_size
+        packer = Packer(inventory, self._copier, transfer.next_buffer, size, digest)
         for bucket in packer.buckets():
             transfer.send(bucket)
             if deadline.expired:
@@ -171,12 +172,11 @@ class NCCLPublisher(Publisher):
                     f"version {version} was not on its way within {deadline.seconds:.1f} s"
                 )
         summary = packer.summary()
-        if version == self._last and self._summary is not None:
-            if summary.digest is None or summary.digest != self._summary.digest:
-                raise VersionError(
-                    f"version {version.number} was published before with other weights: "
-                    "receivers that hold it would never see these; use a newer number"
-                )
+        if version == self._last and not summary.same_as(self._summary):
+            raise VersionError(
+                f"version {version.number} was published before with other weights: "
+                "receivers that hold it would never see these; use a newer number"
+            )
         transfer.finish()
         return summary
 

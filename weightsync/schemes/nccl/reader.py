@@ -11,6 +11,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ import torch
 
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline, call_with_deadline
-from weightsync.errors import WeightSyncError
-from weightsync.schemes.nccl.buckets import unpack
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.schemes.nccl.buckets import Pieces, check, unpack, verify
 from weightsync.schemes.nccl.control import Connection, Message
 from weightsync.schemes.nccl.endpoint import Endpoint
 from weightsync.schemes.nccl.group import Group, join_store
@@ -32,8 +33,12 @@ from weightsync.version import Version
 if TYPE_CHECKING:
     from weightsync.schemes.nccl import NCCLScheme
 
-IN_FLIGHT = 2
-"""Buckets under way at a time: one is received while the one before is put into place."""
+IN_FLIGHT = 3
+"""Buckets under way at a time, so that the next is received while one is looked at."""
+
+
+_POLL = 0.0003
+"""Seconds."""
 
 
 class _Abandoned(Exception):
@@ -42,11 +47,41 @@ class _Abandoned(Exception):
 
 @dataclass
 class _Update:
-    """What is being received. ``slot`` is None if it failed: collectives go on, bytes are dropped."""
+    """What is being received. ``slot`` is None if it failed: what comes is dropped then."""
 
     number: int
     version: Version
     slot: Slot | None
+
+
+@dataclass
+class _Part:
+    """A part of a bucket under way. ``direct``: into its place in the slot, not into a buffer."""
+
+    digests: list[int]
+    pieces: Pieces
+    payload: torch.Tensor
+    direct: bool
+
+
+@dataclass
+class _Arriving:
+    """A bucket under way. ``works``: those of its collectives that are not known to be over."""
+
+    round: int
+    group: Group
+    message: Message
+    parts: list[_Part]
+    works: list[Any]
+
+    def is_done(self) -> bool:
+        """
+        Raises:
+            WeightSyncError: a collective failed.
+        """
+        while self.works and self.works[0].is_completed():
+            self.group.settle(self.works.pop(0))
+        return not self.works
 
 
 class Reader:
@@ -76,7 +111,7 @@ class Reader:
         self._left: set[int] = set()
         self._current: Connection | None = None
         self._update: _Update | None = None
-        self._under_way: deque[tuple[int, Group, Message, torch.Tensor, Any]] = deque()
+        self._under_way: deque[_Arriving] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="weightsync reader", daemon=True)
         self._thread.start()
@@ -118,10 +153,11 @@ class Reader:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while True:
+            # Looked at often while buckets are under way: the next one is to be posted at once.
             try:
-                order = self._orders.get(block=not self._under_way)
+                order = self._orders.get(timeout=_POLL if self._under_way else None)
             except queue.Empty:
-                self._take_oldest()
+                self._take_what_is_there()
                 continue
             if order is None:
                 break
@@ -131,11 +167,10 @@ class Reader:
             try:
                 self._obey(connection, message)
             except _Abandoned:
-                self._under_way.clear()
+                self._give_up()
             except Exception as error:
-                words = f"{type(error).__name__}: {error!s:.1000}"
                 self._fail()
-                connection.tell({**_about(message), "op": "failed", "error": words})
+                self._say_failed(connection, message, error)
         self._abandon()
 
     def _obey(self, connection: Connection, message: Message) -> None:
@@ -181,8 +216,8 @@ class Reader:
         connection.tell({"op": "grouped", "round": number})
 
     def _leave(self, number: int) -> None:
-        if any(entry[0] == number for entry in self._under_way):
-            self._under_way.clear()
+        if any(arriving.round == number for arriving in self._under_way):
+            self._give_up()
         group = self._groups.pop(number, None)
         if group is not None:
             group.leave()
@@ -213,12 +248,22 @@ class Reader:
         group = self._groups.get(number)
         if group is None:
             return  # left already
+        slot = self._update.slot if self._update is not None else None
         buffer = self._buffer(group, int(message["number"]), int(message["size"]))
-        nbytes = int(message["nbytes"])
-        if not 0 <= nbytes <= len(buffer):
-            raise WeightSyncError(f"a bucket of {nbytes} bytes does not fit {len(buffer)}")
-        work = group.broadcast(buffer[:nbytes])
-        self._under_way.append((number, group, message, buffer, work))
+        arriving = _Arriving(number, group, message, [], [])
+        for part in message["parts"]:
+            nbytes = int(part["nbytes"])
+            pieces = check(part, slot.layout.manifest) if slot and slot.layout else []
+            direct = len(pieces) == 1 and self._device.type == "cpu"
+            if direct and slot is not None:
+                payload = slot.bytes[pieces[0][0] : pieces[0][0] + nbytes]
+            else:
+                payload, buffer = buffer[:nbytes], buffer[nbytes:]
+            if len(payload) != nbytes:
+                raise ProtocolError(f"a part of {nbytes} bytes does not fit the bucket")
+            arriving.parts.append(_Part(part["digests"], pieces, payload, direct))
+        arriving.works = [group.broadcast(part.payload) for part in arriving.parts]
+        self._under_way.append(arriving)
 
     def _buffer(self, group: Group, bucket: int, size: int) -> torch.Tensor:
         """The group's own: a collective of a group that was left may still write into its."""
@@ -229,37 +274,70 @@ class Reader:
         return group.buffers[bucket % IN_FLIGHT]
 
     def _take_oldest(self) -> None:
-        """Wait for the oldest bucket under way, and put it into its place."""
-        number, group, message, buffer, work = self._under_way[0]
+        """Wait for the oldest bucket under way."""
+        before = len(self._under_way)
+        while len(self._under_way) == before:
+            self._take_what_is_there()
+            time.sleep(_POLL)
+
+    def _take_what_is_there(self) -> None:
+        """See that buckets that have arrived are right and in their places."""
+        while self._under_way:
+            arriving = self._under_way[0]
+            try:
+                if not arriving.is_done():
+                    self._check(arriving.round)
+                    return
+            except _Abandoned:
+                self._give_up()
+                return
+            except Exception as error:  # the collective itself failed
+                self._give_up()
+                self._say_failed(self._current, {"round": arriving.round}, error)
+                return
+            self._under_way.popleft()
+            self._take(arriving)
+
+    def _take(self, arriving: _Arriving) -> None:
+        message = arriving.message
         connection = self._current
         try:
-            while not group.is_done(work):
-                self._check(number)
-            self._under_way.popleft()
-            update = self._update
-            if update is not None and update.slot is not None and update.slot.layout is not None:
-                arrived = buffer if buffer.device.type == "cpu" else buffer.cpu()
-                unpack(
-                    message, arrived, update.slot.bytes, update.slot.layout.manifest, self._copier
-                )
-        except _Abandoned:
-            self._under_way.clear()
-            return
+            for part in arriving.parts:
+                self._put(part)
         except Exception as error:
-            if self._under_way and self._under_way[0][4] is work:  # the collective itself failed
-                self._under_way.clear()
-                about: Message = {"round": number}
-            else:
-                self._fail_slot()
-                about = {"update": message["update"]}
-            if connection is not None:
-                words = f"{type(error).__name__}: {error!s:.1000}"
-                connection.tell({**about, "op": "failed", "error": words})
+            self._fail_slot()
+            self._say_failed(connection, {"update": message["update"]}, error)
             return
         if connection is not None:
             connection.tell(
                 {"op": "took", "update": message["update"], "bucket": message["number"]}
             )
+
+    def _put(self, part: _Part) -> None:
+        slot = self._update.slot if self._update is not None else None
+        if slot is None or slot.layout is None or not part.pieces:
+            return
+        payload = part.payload
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        verify(part.digests, part.pieces, payload, slot.layout.manifest, self._copier)
+        if not part.direct:
+            unpack(part.pieces, payload, slot.bytes, self._copier)
+
+    def _give_up(self) -> None:
+        """Wait no more for what is under way; it may still arrive, where it does no harm."""
+        under_way = len(self._under_way) > 0
+        self._under_way.clear()
+        if under_way and self._update is not None and self._update.slot is not None:
+            slot = self._update.slot
+            slot.bytes = slot.bytes.clone()
+
+    @staticmethod
+    def _say_failed(connection: Connection | None, about: Message, error: Exception) -> None:
+        if connection is not None:
+            words = f"{type(error).__name__}: {error!s:.1000}"
+            which: Message = {key: about[key] for key in ("round", "update") if key in about}
+            connection.tell({**which, "op": "failed", "error": words})
 
     def _finish_all(self) -> None:
         while self._under_way:
@@ -284,6 +362,8 @@ class Reader:
             self._update.slot = None
 
     def _abandon(self) -> None:
+        if self._under_way and self._update is not None and self._update.slot is not None:
+            self._update.slot.bytes = torch.empty(0, dtype=torch.uint8)
         self._under_way.clear()
         self._fail()
         for group in self._groups.values():
@@ -298,7 +378,3 @@ class Reader:
         """
         if self._closed or self._current is None or number in self._left:
             raise _Abandoned
-
-
-def _about(message: Message) -> Message:
-    return {key: message[key] for key in ("round", "update") if key in message}

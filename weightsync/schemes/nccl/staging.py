@@ -181,7 +181,7 @@ class StagedSnapshot(Snapshot):
 
     def copy_into(self, targets: Targets) -> None:
         self._require_open()
-        slot = memoryview(self._bytes.numpy())
+        slot = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
         self._copier.read(self._geometry, slot, targets.addresses, None)
         for name, target in targets.others.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.

@@ -15,7 +15,7 @@ Replica = int | tuple[int, ...]
 
 
 def ranks_of(replicas: Sequence[Replica]) -> list[range]:
-    """The ranks of each replica's processes: rank 0 is the trainer, then one replica after the other.
+    """The ranks of each replica's processes; rank 0 is the trainer, then comes replica by replica.
 
     >>> ranks_of([(2, 1, 2), 3])
     [range(1, 5), range(5, 8)]

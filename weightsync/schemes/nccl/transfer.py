@@ -1,8 +1,8 @@
 """One update on its way: buckets to all replicas, and what is done when one of them is lost.
 
-A group is built of the trainer and every process of the replicas that take part. If one of them dies,
-stops or fails, its replica is left out, a group of the others is built, and the buckets that not all
-of them have are sent again; the source is not asked twice.
+A group is built of the trainer and every process of the replicas that take part. If one of them
+dies, stops or fails, its replica is left out, a group of the others is built, and the buckets that
+not all of them have are sent again; the source is not asked twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("weightsync")
 
 MAX_GROUPS = 4
-"""Groups that are kept: updates for one, another and all receivers take turns without building any."""
+"""Groups that are kept, so that updates for one receiver and for all can take turns."""
 
 GROUP_SECONDS = 30.0
 """For building a group; starting NCCL takes seconds."""
@@ -206,7 +205,7 @@ class Transfer:
         self._round = -1
         self._group: Group | None = None
         self._buffers = [_buffer(self._size, device) for _ in range(IN_FLIGHT)]
-        self._under_way: deque[tuple[Bucket, dist.Work]] = deque()
+        self._under_way: deque[tuple[Bucket, list[Any]]] = deque()
         self._asked: dict[Peer, float] = {}
         self._repeated = 0
         self._ending = False
@@ -229,10 +228,13 @@ class Transfer:
         """A buffer on the CPU for the next bucket; waits until one is free."""
         while len(self._under_way) >= IN_FLIGHT:
             self._mending(self._settle_oldest)
-        taken = {id(bucket.buffer) for bucket, _ in self._under_way}
+        parts = [part for bucket, _ in self._under_way for part in bucket.parts]
+        taken = {id(part.buffer) for part in parts}
         return next(buffer for buffer in self._buffers if id(buffer) not in taken)
 
     def send(self, bucket: Bucket) -> None:
+        while len(self._under_way) >= IN_FLIGHT:
+            self._mending(self._settle_oldest)
         self._mending(lambda: self._post(bucket))
 
     def finish(self) -> None:
@@ -261,7 +263,7 @@ class Transfer:
     def cancel(self) -> None:
         """Nothing comes of it; everybody forgets what has arrived."""
         try:
-            while self._under_way:
+            while self._under_way and self._group is not None:
                 self._settle_oldest()
         except (Lost, WeightSyncError):
             self._rounds.drop(self._round)
@@ -396,14 +398,12 @@ class Transfer:
             "size": self._size,
         }
         self._tell(message)
-        payload = bucket.buffer
-        if self._device.type == "cuda":
-            payload = payload.to(self._device, non_blocking=True)
-        self._under_way.append((bucket, self._group.broadcast(payload[: bucket.nbytes])))
+        payloads = [part.payload.to(self._device) for part in bucket.parts]
+        self._under_way.append((bucket, [self._group.broadcast(each) for each in payloads]))
 
     def _settle_oldest(self) -> None:
         """Wait until everybody has the oldest bucket under way."""
-        bucket, work = self._under_way[0]
+        bucket, works = self._under_way[0]
         group = self._group
         assert group is not None
         moved = time.monotonic()
@@ -412,10 +412,10 @@ class Transfer:
         def has_it(peer: Peer) -> bool:
             return peer.update == self._update and peer.took >= bucket.number
 
-        while True:
-            done = group.is_done(work)
-            if done:
-                break
+        while works:
+            if group.wait_a_moment(works[0]):
+                group.settle(works.pop(0))
+                continue
             self._look_after()
             took = sum(peer.took for peer in self._peers)
             if took != before:
