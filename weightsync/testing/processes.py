@@ -20,7 +20,7 @@ from weightsync.testing import faults
 
 T = TypeVar("T")
 
-WAIT = 30.0
+WAIT = float(os.environ.get("WEIGHTSYNC_TESTING_WAIT", "30"))
 """Seconds for whatever should take none: only a broken test waits that long."""
 
 CONTEXT = multiprocessing.get_context("forkserver")

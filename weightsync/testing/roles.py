@@ -29,6 +29,10 @@ Seen = list[tuple[int, int | str]]
 """Version numbers, and what the weights held: the same number if they are whole."""
 
 
+def know(state: Any, scheme: type[WeightSyncScheme]) -> None:
+    """Have a scheme's module imported, as its entry point would once it is installed."""
+
+
 # -------------------------------------------------------------------- what senders do
 
 

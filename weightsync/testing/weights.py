@@ -110,6 +110,8 @@ def strided() -> Weights:
         "overlapping": numbers(10).unfold(0, 4, 2),
         "offset": numbers(100)[3:23].view(4, 5),
         "misaligned": torch.arange(41, dtype=torch.uint8)[1:],
+        "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
     }
 
 
@@ -240,6 +242,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1:  # some of them have no copy kernel of their own
         tensor = tensor.view(torch.uint8)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

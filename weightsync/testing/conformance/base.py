@@ -27,6 +27,7 @@ class Run:
     def peer(self) -> Peer:
         """A process that has done nothing yet."""
         self._peers.append(Peer())
+        self._peers[-1].call(roles.know, type(self.scheme))
         return self._peers[-1]
 
     def sender(self, **options: Any) -> Peer:
@@ -88,9 +89,12 @@ class Conformance:
         """The same scheme with room for so many receivers that hold different versions."""
         return scheme
 
-    def stored_files(self, scheme: WeightSyncScheme) -> list[Path] | None:
-        """All files that hold the newest version: bytes and descriptions. None: there are none."""
-        return None
+    def stored_files(self, scheme: WeightSyncScheme) -> list[Path]:
+        """All files that hold the newest version, bytes and descriptions, once it is published.
+
+        Left as it is where there are none.
+        """
+        raise NotImplementedError
 
     def damage(self) -> Callable[[], AbstractContextManager[None]] | None:
         """A fault for the sender's process: whatever it publishes meanwhile loses a bit on its way.

@@ -28,7 +28,7 @@ class Hostile(Conformance):
     @pytest.fixture
     def sender(self, run: Run) -> Peer:
         """A sender that has published one version, which lies in files."""
-        if self.stored_files(run.scheme) is None:
+        if type(self).stored_files is Conformance.stored_files:
             pytest.skip("the scheme stores no files (stored_files)")
         sender = run.sender()
         sender.call(roles.publish, 1)
@@ -36,7 +36,7 @@ class Hostile(Conformance):
         return sender
 
     def files(self, run: Run) -> list[Path]:
-        return sorted(self.stored_files(run.scheme) or [])
+        return sorted(self.stored_files(run.scheme))
 
     # ---------------------------------------------------------------- stored files
 
