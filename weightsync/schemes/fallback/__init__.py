@@ -57,9 +57,9 @@ class FallbackScheme(WeightSyncScheme):
             raise SchemeError(f"schemes={self.schemes!r:.80}: a list of schemes was expected")
         schemes = tuple(map(_scheme, self.schemes))
         if not schemes:
-            raise SchemeError("a fallback has at least one scheme")
+            raise SchemeError("schemes=[]: at least one was expected")
         if len(set(schemes)) < len(schemes):
-            raise SchemeError("the same scheme is given twice")
+            raise SchemeError("schemes=: the same one is given twice")
         object.__setattr__(self, "schemes", schemes)
         _require_seconds("retry_after", self.retry_after)
         if self.attempt_timeout is not None:

@@ -14,6 +14,9 @@ from weightsync.version import Version
 _GONE = ("dead", "failed")
 _NONE = Version(-1, -1)
 
+_ARRIVING = 2.0
+"""Seconds that a receiver has to find the scheme that was used: it may have just begun to look."""
+
 Said = dict[str, ReceiverReport]
 """By the route's name: what one receiver said there."""
 
@@ -53,11 +56,13 @@ class Sent:
         to: the routes that it went through, by name, with the receivers it was meant for there;
             None for everybody.
         before: what receivers had said of it before it went through them: no answer to it.
-        unreached: receivers that no working route leads to, and why.
+        lost: receivers that did not get it, and why.
+        unreached: receivers that no working route led to, and why.
     """
 
     to: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     before: Mapping[str, Said] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
     unreached: Mapping[str, str] = field(default_factory=dict)
 
     def is_sent(self, receiver: str, route: str) -> bool:
@@ -72,6 +77,7 @@ class Answers:
 
     Args:
         wanted: whose; None for those to whom it was sent and who are there.
+        deadline: for all of them.
     """
 
     def __init__(
@@ -80,11 +86,13 @@ class Answers:
         wanted: Sequence[str] | None,
         routes: Sequence[Route],
         sent: Sent,
+        deadline: Deadline,
     ) -> None:
         self._version = version
         self._wanted = wanted
         self._routes = routes
         self._sent = sent
+        self._arriving = deadline.at_most(_ARRIVING)
         self._said: dict[str, Said] = {}
 
     def look(self) -> list[ReceiverReport] | None:
@@ -125,10 +133,13 @@ class Answers:
             return False  # signed off
         sent = any(self._sent.is_sent(id, route) for route in said)
         held = any(holds(report, self._version) for report in said.values())
-        return sent or held or id in self._sent.unreached
+        return sent or held or id in self._sent.unreached or id in self._sent.lost
 
     def _is_lost(self, report: ReceiverReport) -> bool:
-        return report.receiver in self._sent.unreached
+        """Whether nothing is to be expected of it."""
+        if report.receiver in self._sent.unreached:
+            return self._arriving.expired
+        return report.receiver in self._sent.lost
 
     def _judged(self, id: str) -> ReceiverReport:
         said = self._said.get(id)
@@ -142,7 +153,8 @@ class Answers:
         refusals = [r for route, r in said.items() if self._is_refusal(id, route, r)]
         if refusals:
             return latest(refusals)
-        why = self._sent.unreached.get(id) or report.error or "late"
+        not_sent = {**self._sent.unreached, **self._sent.lost}.get(id)
+        why = not_sent or report.error or "late"
         return replace(report, state="waiting", error=why)
 
     def _is_refusal(self, id: str, route: str, report: ReceiverReport) -> bool:

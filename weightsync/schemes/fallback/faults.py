@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from time import monotonic
 
 from weightsync.errors import WeightSyncError
 
@@ -20,11 +20,11 @@ class Fault:
     """What went wrong, and when, in seconds of the monotonic clock."""
 
     error: Exception
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: monotonic())
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self.since
+        return monotonic() - self.since
 
     def __str__(self) -> str:
         return words_of(self.error)

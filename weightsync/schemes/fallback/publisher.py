@@ -159,7 +159,7 @@ class FallbackPublisher(Publisher):
         self, version: Version, deadline: Deadline, receivers: Sequence[str] | None = None
     ) -> list[ReceiverReport]:
         self._require_open()
-        answers = Answers(version, receivers, self._routes, self._sent)
+        answers = Answers(version, receivers, self._routes, self._sent, deadline)
         found = deadline.wait(answers.look)
         return answers.reports() if found is None else found
 

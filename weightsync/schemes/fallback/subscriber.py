@@ -15,8 +15,8 @@ from weightsync.schemes.fallback.race import first_snapshot
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
 
-_MORE = 0.5
-"""Seconds that ``open`` gives the other schemes once one is there."""
+_BETTER = 0.5
+"""Seconds that ``open`` gives the schemes that are preferred to the one that is there."""
 
 _ELSEWHERE = 30.0
 """Seconds that a worker waits for a version, of which one scheme has lost its copy, to come by
@@ -56,8 +56,8 @@ class FallbackSubscriber(Subscriber):
             self._stop.set()
             self._raise_unreached(deadline)
         self._opened = True
-        more = deadline.at_most(_MORE)
-        more.wait(lambda: all(link.settled for link in self._links) or None)
+        better = self._links[: self._links.index(self._attached()[0])]
+        deadline.at_most(_BETTER).wait(lambda: all(link.settled for link in better) or None)
 
     def _raise_unreached(self, deadline: Deadline) -> None:
         errors = [f"{link.name}: {link.error}" for link in self._links if link.error]

@@ -188,7 +188,8 @@ class Update:
         unreached = {id: self._why(known[id]) for id in absent if id not in lost}
         for id, why in unreached.items():
             self.note(f"receiver {id!r} is not reached: {why}")
-        self.sent = replace(self.sent, unreached=unreached)
+        words = {id: report.error or "lost on the way" for id, report in lost.items()}
+        self.sent = replace(self.sent, lost=words, unreached=unreached)
         return replace(published, failures=tuple(lost.values()))
 
     def _attempt_more(self, route: Route, receivers: Sequence[str], left: int) -> Published | None:
