@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "DoubleBufferScheme": "weightsync.schemes.double_buffer",
     "NCCLScheme": "weightsync.schemes.nccl",
+    "DiskScheme": "weightsync.schemes.disk",
     "FallbackScheme": "weightsync.schemes.fallback",
     "WeightSyncScheme": "weightsync.scheme",
     "register_scheme": "weightsync.scheme",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
         scheme_from_url,
     )
     from weightsync.schemes.double_buffer import DoubleBufferScheme
+    from weightsync.schemes.disk import DiskScheme
     from weightsync.schemes.fallback import FallbackScheme
     from weightsync.schemes.nccl import NCCLScheme
     from weightsync.sender import Sender

@@ -19,7 +19,7 @@ from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 
 _FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _FILE_FLAGS
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Directory:
@@ -70,10 +70,17 @@ class Directory:
 
         Raises:
             FileNotFoundError: there is none. WeightSyncError: the name is something else.
+            NoRoomError: there is no room to create it.
         """
         if create:
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.mkdir(name, 0o700, dir_fd=self._fd)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno in FULL:
+                    raise NoRoomError(f"{self.path}/{name}: {error.strerror}") from None
+                raise
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=self._fd)
         except FileNotFoundError:
@@ -111,7 +118,7 @@ class Directory:
         except FileNotFoundError:
             raise
         except OSError as error:
-            kind = NoRoomError if error.errno in _FULL else ProtocolError
+            kind = NoRoomError if error.errno in FULL else ProtocolError
             raise kind(f"{self.path}/{name}: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -130,8 +137,11 @@ class Directory:
             raise ProtocolError(f"{self.path}/{name} is longer than {limit} bytes")
         return data
 
-    def replace(self, name: str, data: bytes) -> None:
+    def replace(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a file whole: readers see the former content or the new one, nothing between.
+
+        Args:
+            durable: it is on the disk, under its name, when this returns.
 
         Raises:
             NoRoomError: there is no room for it. The former content is still there.
@@ -142,17 +152,26 @@ class Directory:
         try:
             with open(fd, "wb") as file:
                 file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(fd)
             os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            if durable:
+                self.sync()
         except BaseException as error:
             self.remove(temporary)
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise NoRoomError(f"{self.path}/{name}: {error.strerror}") from None
             if isinstance(error, IsADirectoryError):
                 raise ProtocolError(f"{self.path}/{name} is a directory") from None
             raise
 
+    def sync(self) -> None:
+        """Have the names in it on the disk when this returns."""
+        os.fsync(self._fd)
+
     def rename(self, name: str, other: str) -> None:
-        """Give a file another name, if it is there. Needs no room."""
+        """Give a file or directory another name, if it is there. Needs no room."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 

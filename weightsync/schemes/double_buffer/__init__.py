@@ -6,11 +6,11 @@ hosts with one mount. The format and the protocol are in docs/architecture.md.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from weightsync.errors import SchemeError
+from weightsync.run.path import run_path
 from weightsync.scheme import WeightSyncScheme, register_scheme
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.inspection import RunStatus, inspect_run
@@ -50,9 +50,9 @@ class DoubleBufferScheme(WeightSyncScheme):
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", _directory("path", self.path))
+        object.__setattr__(self, "path", run_path("path", self.path))
         if self.reader_path is not None:
-            object.__setattr__(self, "reader_path", _directory("reader_path", self.reader_path))
+            object.__setattr__(self, "reader_path", run_path("reader_path", self.reader_path))
         if type(self.slots) is not int or not 2 <= self.slots <= layout.MAX_SLOTS:
             raise SchemeError(f"slots={self.slots!r}: 2 to {layout.MAX_SLOTS} are possible")
         if self.on_busy not in ("wait", "skip"):
@@ -85,13 +85,3 @@ class DoubleBufferScheme(WeightSyncScheme):
         if host:
             raise SchemeError(f"shm://{host}{path}: a path has three slashes, shm:///{host}{path}")
         return cls(path, **options)
-
-
-def _directory(name: str, value: object) -> str:
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
-        raise SchemeError(f"{name}={value!r}: an absolute path was expected")
-    path = os.path.normpath(path)
-    if path == "/" or path.startswith("//"):
-        raise SchemeError(f"{name}={value!r}: a directory of the run's own was expected")
-    return path

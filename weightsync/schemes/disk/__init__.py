@@ -1,0 +1,90 @@
+"""Versions as directories in Hugging Face layout, on any file system that both ends share.
+
+The fallback that always works: any engine, also one that knows nothing of this library, loads
+such a directory. The format and the protocol are in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from weightsync.errors import SchemeError
+from weightsync.run.path import run_path
+from weightsync.scheme import WeightSyncScheme, register_scheme
+from weightsync.schemes.disk.publisher import DiskPublisher
+from weightsync.schemes.disk.subscriber import DiskSubscriber
+from weightsync.transport import Publisher, Subscriber
+
+__all__ = ["DiskScheme"]
+
+_MIB = 1 << 20
+
+
+@register_scheme
+@dataclass(frozen=True)
+class DiskScheme(WeightSyncScheme):
+    """Weights as files of a shared file system. URL: ``disk:///mnt/shared/run42?keep=3``.
+
+    Attributes:
+        path: a directory of this run's own, made by the sender; its parent exists.
+        keep: how many versions stay, the newest included. One that somebody reads stays longer.
+        shard_bytes: a file of weights holds no more, unless one tensor does.
+        durable: a version is on the disk before it is announced: it survives a power failure.
+        verify: readers compare every byte with its digest before it is used.
+        keep_files: the versions stay when the sender ends. Otherwise they are removed, but for
+            those that somebody reads.
+        reader_path: where receivers find the directory, if the mount point differs there.
+        direct: write past the page cache. None: where it is faster, which is for large files that
+            are to be durable. Readers on the trainer's own host then read from the disk, once.
+        threads: for copies, digests and writes; by default one for each core, at most 8.
+    """
+
+    url_scheme: ClassVar[str] = "disk"
+
+    path: str
+    keep: int = 3
+    shard_bytes: int = 5_000_000_000
+    durable: bool = True
+    verify: bool = True
+    keep_files: bool = True
+    reader_path: str | None = None
+    direct: bool | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", run_path("path", self.path))
+        if self.reader_path is not None:
+            object.__setattr__(self, "reader_path", run_path("reader_path", self.reader_path))
+        if type(self.keep) is not int or self.keep < 1:
+            raise SchemeError(f"keep={self.keep!r}: at least 1, the newest version")
+        if type(self.shard_bytes) is not int or self.shard_bytes < _MIB:
+            raise SchemeError(f"shard_bytes={self.shard_bytes!r}: at least {_MIB}")
+        for name in ("durable", "verify", "keep_files"):
+            if type(getattr(self, name)) is not bool:
+                raise SchemeError(f"{name}={getattr(self, name)!r}: True or False")
+        if self.direct is not None and type(self.direct) is not bool:
+            raise SchemeError(f"direct={self.direct!r}: True, False or None")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise SchemeError(f"threads={self.threads!r}: a positive number")
+
+    def create_publisher(self) -> Publisher:
+        return DiskPublisher(self)
+
+    def create_subscriber(self, receiver: str | None = None) -> Subscriber:
+        return DiskSubscriber(self, receiver)
+
+    def writes_direct(self, nbytes: int) -> bool:
+        """Whether a file of that many bytes is written past the page cache."""
+        return self.durable and nbytes >= 16 * _MIB if self.direct is None else self.direct
+
+    def address(self) -> tuple[str, str]:
+        return "", self.path
+
+    @classmethod
+    def from_address(cls, host: str, path: str, options: dict[str, Any]) -> DiskScheme:
+        if host:
+            raise SchemeError(
+                f"disk://{host}{path}: a path has three slashes, disk:///{host}{path}"
+            )
+        return cls(path, **options)

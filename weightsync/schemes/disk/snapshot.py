@@ -1,0 +1,241 @@
+"""A version on disk as its readers see it: leased, and read through the page cache.
+
+What is copied or verified is read with calls, not through a mapping: a file that somebody cut off
+is then an error, not a bus error. Only views of single tensors are mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from weightsync.chunks import CHUNK, Addresses, Copier, Digests, move
+from weightsync.errors import CorruptError, WeightSyncError
+from weightsync.files import Directory, Lock
+from weightsync.intake import copy_tensor
+from weightsync.schemes.disk import names
+from weightsync.schemes.disk.commit import Commit, digest_of
+from weightsync.schemes.disk.layout import Layout, Shard
+from weightsync.transport import Snapshot, Targets
+
+_AHEAD = 16
+"""Chunks that the kernel is asked to fetch before they are read."""
+
+
+class DiskSnapshot(Snapshot):
+    """A shared kernel lock on a version, and its files.
+
+    Args:
+        verified: compare with digests.
+        lease: held; this object releases it when it is closed.
+
+    Raises:
+        CorruptError, ProtocolError: the files are not what was written.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        commit: Commit,
+        layout: Layout,
+        lease: Lock,
+        copier: Copier,
+        verified: bool,
+    ) -> None:
+        self.version = commit.version
+        self.manifest = layout.manifest
+        self._layout = layout
+        self._copier = copier
+        self._lease = lease
+        self._where = f"version {commit.version} in {directory.path}"
+        digests = self._digests(directory, commit)
+        self._files: list[_File] = []
+        begin = 0
+        try:
+            for shard in layout.shards:
+                its = digests[begin : begin + shard.geometry.chunks]
+                begin += shard.geometry.chunks
+                self._files.append(_File(directory, shard, its if verified else None))
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _digests(self, directory: Directory, commit: Commit) -> Digests:
+        count = sum(shard.geometry.chunks for shard in self._layout.shards)
+        data = directory.read(names.DIGESTS, count * 8)
+        if len(data) == count * 8:
+            digests: Digests = np.frombuffer(data, dtype="<u8").astype(np.uint64)
+            if digest_of(self._layout.json, digests) == commit.digest:
+                return digests
+        raise CorruptError(f"{self._where}: its digests do not match its record")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        self._require_open()
+        tensor = self._layout.index[self.manifest.spec(name).name]
+        which, index = self._layout.place[tensor]
+        return self._files[which].view(index)
+
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        self._require_open()
+        wanted = None
+        if names is not None:
+            wanted = [
+                self._layout.place[self._layout.index[self.manifest.spec(n).name]] for n in names
+            ]
+        wrong = []
+        for which, file in enumerate(self._files):
+            tensors = None if wanted is None else [i for w, i in wanted if w == which]
+            wrong += file.verify(self._copier, tensors)
+        self._refuse(wrong)
+
+    def copy_into(self, targets: Targets) -> None:
+        self._require_open()
+        wrong = []
+        for file in self._files:
+            addresses = targets.addresses[np.array(file.shard.tensors, dtype=np.int64)]
+            wrong += file.read(self._copier, addresses)
+        self._refuse(wrong)
+        for name, target in targets.others.items():
+            # .data: also for modules built under inference_mode, which refuse copy_ outside it.
+            copy_tensor(target.data, self.tensor(name), name)
+
+    def _refuse(self, wrong: Sequence[str]) -> None:
+        if wrong:
+            raise CorruptError(
+                f"{self._where}: bytes do not match their digests, or are missing, in "
+                f"{len(wrong)} files: {'; '.join(wrong[:5])}"
+            )
+
+    def _require_open(self) -> None:
+        if self._lease.released:
+            raise WeightSyncError(f"{self._where}: the snapshot is closed")
+
+    def close(self) -> None:
+        self._close_files()
+        self._lease.release()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+class _File:
+    """One shard, open for reading.
+
+    Raises:
+        CorruptError: it is not as long as it was.
+    """
+
+    def __init__(self, directory: Directory, shard: Shard, digests: Digests | None) -> None:
+        self.shard = shard
+        self._name = f"{directory.path}/{shard.name}"
+        self._digests = None if digests is None else digests.tolist()
+        self._mapped: torch.Tensor | None = None
+        self._scratch = threading.local()
+        self._fd = directory.open_file(shard.name, os.O_RDONLY)
+        found = os.fstat(self._fd).st_size
+        if found != shard.size:
+            self.close()
+            raise CorruptError(f"{self._name} has {found} bytes instead of {shard.size}")
+
+    def view(self, index: int) -> torch.Tensor:
+        if self._mapped is None:
+            mapping = mmap.mmap(self._fd, self.shard.size, mmap.MAP_SHARED, mmap.PROT_READ)
+            with warnings.catch_warnings():
+                # Readers' mappings are read-only on purpose; torch has no read-only tensors.
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                self._mapped = torch.frombuffer(mapping, dtype=torch.uint8)
+        spec = self.shard.manifest.tensors[index]
+        flat = self._mapped[spec.offset : spec.offset + spec.nbytes]
+        return flat.view(spec.dtype).view(spec.shape)
+
+    def verify(self, copier: Copier, tensors: Sequence[int] | None) -> list[str]:
+        """What is wrong with the chunks in which some tensors lie (None: all); empty if nothing."""
+        if self._digests is None:
+            return []
+        geometry = self.shard.geometry
+        chunks = range(geometry.chunks)
+        if tensors is not None:
+            chunks = sorted({c for n in tensors for c in geometry.chunks_of(n)})  # type: ignore[assignment]
+        wrong: list[int] = []
+
+        def work(number: int) -> None:
+            if self._chunk(chunks[number]) is None:
+                wrong.append(chunks[number])
+
+        copier.each(len(chunks), work)
+        return self._words(wrong)
+
+    def read(self, copier: Copier, targets: Addresses) -> list[str]:
+        """Copy tensors to addresses (0: leave it out), each chunk after its digest was found right.
+
+        Returns:
+            What is wrong; empty if nothing is.
+        """
+        geometry = self.shard.geometry
+        rows = geometry.rows
+        wanted = targets[rows.piece]
+        into = wanted + rows.in_piece
+        row_of_chunk = geometry.row_of_chunk.tolist()
+        touched = np.zeros(geometry.chunks, dtype=bool)
+        touched[rows.in_slot[wanted != 0] // CHUNK] = True
+        chunks = np.flatnonzero(touched).tolist()
+        wrong: list[int] = []
+
+        def work(number: int) -> None:
+            chunk = chunks[number]
+            address = self._chunk(chunk)
+            if address is None:
+                wrong.append(chunk)
+                return
+            begin, end = row_of_chunk[chunk], row_of_chunk[chunk + 1]
+            out_of = rows.in_slot[begin:end] - chunk * CHUNK + address
+            out_of = np.where(wanted[begin:end] != 0, out_of, 0)
+            move(into[begin:end], out_of, rows.length[begin:end], 0, end - begin, True)
+
+        copier.each(len(chunks), work)
+        return self._words(wrong)
+
+    def _chunk(self, chunk: int) -> int | None:
+        """Where this thread has read a chunk to; None if it is not what was written."""
+        begin, end = self.shard.geometry.bounds(chunk)
+        if chunk % _AHEAD == 0:
+            os.posix_fadvise(self._fd, end, _AHEAD * CHUNK, os.POSIX_FADV_WILLNEED)
+        buffer = getattr(self._scratch, "buffer", None)
+        if buffer is None:
+            buffer = self._scratch.buffer = memoryview(mmap.mmap(-1, CHUNK))
+            self._scratch.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+        part = buffer[: end - begin]
+        while len(part):
+            count = os.preadv(self._fd, [part], end - len(part))
+            if count == 0:  # cut off since it was opened
+                return None
+            part = part[count:]
+        whole = buffer[: end - begin]
+        if self._digests is not None and xxh3_64_intdigest(whole) != self._digests[chunk]:
+            return None
+        address: int = self._scratch.address
+        return address
+
+    def _words(self, wrong: Sequence[int]) -> list[str]:
+        if not wrong:
+            return []
+        tensors = self.shard.geometry.tensors_in(wrong)
+        named = ", ".join(repr(self.shard.manifest.tensors[n].name) for n in tensors[:5])
+        return [
+            f"{self.shard.name}: {len(wrong)} chunks, in which {len(tensors)} tensors lie: {named}"
+        ]
+
+    def close(self) -> None:
+        self._mapped = None  # views keep their memory
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
