@@ -235,17 +235,6 @@ def poll_until(state: Any, number: int) -> Seen:
     return seen
 
 
-def poll_for(state: Any, seconds: float) -> Seen:
-    """Apply versions for a while."""
-    end = time.monotonic() + seconds
-    seen: Seen = []
-    while time.monotonic() < end:
-        now = poll(state, timeout=0.2)
-        if now is not None:
-            seen.append(now)
-    return seen
-
-
 def held(state: Any) -> tuple[int | None, int | str]:
     """The number that the receiver says it holds, and what the weights do hold."""
     version = state.receiver.version

@@ -70,7 +70,7 @@ class Conformance:
     keeps_versions: ClassVar[bool] = True
     buffered_bytes: ClassVar[int] = 32 << 20
     patience: ClassVar[float] = 10.0
-    race_seconds: ClassVar[float] = 1.0
+    race_seconds: ClassVar[float] = 0.5
 
     @pytest.fixture
     def scheme(self) -> WeightSyncScheme:

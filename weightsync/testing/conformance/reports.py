@@ -22,7 +22,7 @@ class Reports(Conformance):
         for report in sent, received:
             assert (report.tensors, report.nbytes) == (len(tensors), nbytes)
             assert report.version.number == 1
-            assert report.scheme == run.scheme.url_scheme
+            assert report.scheme.partition(":")[0] == run.scheme.url_scheme  # then, maybe, which
             assert not report.skipped
         assert sent.version == received.version
 
