@@ -18,6 +18,11 @@ WITH_VLLM = {
     ("docs/getting-started.md", "adapter, engine"),
 }
 
+ONE_FILE = [  # tests/testing/test_one_file.py
+    *(f"one file, {part}" for part in ("scheme", "head", "publisher", "subscriber", "snapshot")),
+    *("one file, bytes", "one file, files", "suite"),
+]
+
 
 def test_every_block_has_a_name_by_which_it_is_tested():
     for page in PAGES:
@@ -32,6 +37,7 @@ def test_all_blocks_are_known_here():
         ("docs/getting-started.md", "configuration"),
         ("docs/sources.md", "options"),
         ("docs/sources.md", "ranks"),
+        *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),
     }
     assert found == tested | WITH_VLLM
 

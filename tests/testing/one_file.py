@@ -62,6 +62,8 @@ class Head:
 
 
 class OneFilePublisher(ws.Publisher):
+    """Writes a file, gives it the version's name, and then says so in the head."""
+
     def __init__(self, path):
         self._owner = Ownership(path, remove_all)
         self._receivers = Receivers(RecordFiles(self._owner.directory), lambda: self._owner.epoch)
@@ -111,6 +113,8 @@ class OneFilePublisher(ws.Publisher):
 
 
 class OneFileSubscriber(ws.Subscriber):
+    """Watches the head, and opens the file of which it tells."""
+
     def __init__(self, path, receiver):
         self._member = Membership(path, receiver, HEAD, Head.from_json)
 
@@ -183,15 +187,11 @@ class OneFileSnapshot(ws.Snapshot):
         self._data = None
 
 
-def file_of(version):
-    return f"weights-{version.epoch}-{version.number}"
-
-
-def write(run, name, inventory, deadline):
+def write(run, file_name, inventory, deadline):
     """Write all tensors, what they are, and their digests; returns the digest of it all."""
     manifest = inventory.manifest
     digests = {}
-    with open(run.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with open(run.open_file(file_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         for name, tensor in inventory.tensors():
             spec = manifest.by_name.get(name)
             if spec is None or name in digests or tensor.shape != spec.shape:
@@ -213,7 +213,7 @@ def write(run, name, inventory, deadline):
 def bytes_of(name, tensor, dtype):
     try:
         whole = tensor.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
-        torch.empty_like(whole).copy_(whole)
+        torch.empty_like(whole).copy_(whole)  # a receiver will have to
     except (NotImplementedError, RuntimeError) as error:
         raise ws.SourceError(f"tensor {name!r} cannot be sent: {error}") from None
     return whole.reshape(-1).view(torch.uint8)
@@ -221,6 +221,10 @@ def bytes_of(name, tensor, dtype):
 
 def digest_of(data):
     return xxhash.xxh3_128_hexdigest(data.numpy() if isinstance(data, torch.Tensor) else data)
+
+
+def file_of(version):
+    return f"weights-{version.epoch}-{version.number}"
 
 
 def remove_files(run: Directory, but: str = ""):

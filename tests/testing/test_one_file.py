@@ -7,9 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.docs import blocks, run
 from tests.testing import one_file
 from tests.testing.one_file import OneFileScheme
 from weightsync.testing import SchemeConformance, flip_bit
+
+PAGE = "docs/writing-a-scheme.md"
 
 
 @contextlib.contextmanager
@@ -40,3 +43,18 @@ class TestOneFile(SchemeConformance):
 
     def scheme_at(self, path):
         return OneFileScheme(str(path / "run"))
+
+
+def test_the_page_shows_this_scheme():
+    shown = "".join(text for name, text in blocks(PAGE).items() if name.startswith("one file"))
+    written = Path(one_file.__file__).read_text().partition('"""\n\n')[2]
+    assert lines(shown) == lines(written)
+
+
+def lines(text):
+    return [line for line in text.splitlines() if line]
+
+
+def test_the_suite_of_the_page(run_dir):
+    names = run(PAGE, "suite", run_dir, OneFileScheme=OneFileScheme)
+    assert issubclass(names["TestOneFile"], SchemeConformance)
