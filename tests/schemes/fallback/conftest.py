@@ -30,3 +30,9 @@ class Two(Ends):
 
     def scheme(self, **options):
         return ws.FallbackScheme([self.one, self.other], **options)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Look for senders in short looks: threads that do so end soon after each test."""
+    monkeypatch.setattr("weightsync.schemes.fallback.link._LOOK", 0.1)

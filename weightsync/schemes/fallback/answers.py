@@ -160,5 +160,6 @@ class Answers:
     def _is_refusal(self, id: str, route: str, report: ReceiverReport) -> bool:
         """Whether it tried the version that came this way, and could not apply it."""
         answered = is_alive(report) and report.state != "waiting"
-        old = self._sent.before.get(id, {}).get(route) == report
+        # Also where it was said the other way: a scheme that it finds later is told again.
+        old = report in self._sent.before.get(id, {}).values()
         return answered and not old and self._sent.is_sent(id, route)

@@ -44,6 +44,7 @@ class Link:
         self._report: ReceiverReport | None = None
         self._stop = threading.Event()
         self._looking = False
+        self._closing = False
         self._changing = threading.Lock()
 
     # ---------------------------------------------------------------- finding the sender
@@ -53,6 +54,7 @@ class Link:
         with self._changing:
             self._stop = stop
             self.error = None
+            self._closing = False
             if not self.attached and not self._looking:
                 self._looking = True
                 name = f"weightsync looks for {self.name}"
@@ -94,7 +96,9 @@ class Link:
     def close(self) -> None:
         with self._changing:
             self.attached = False
-            self._close()
+            self._closing = self.asked.locked()  # then it is closed when it has answered
+            if not self._closing:
+                self._close()
 
     def _close(self) -> None:
         try:
@@ -127,6 +131,13 @@ class Link:
                 self.complain(error)
                 self._tell(version, f"not received through {self.name}: {words_of(error)}")
             raise
+
+    def answered(self) -> None:
+        """It is not asked any more: see ``asked``."""
+        with self._changing:
+            self.asked.release()
+            if self._closing:
+                self._close()
 
     # ---------------------------------------------------------------- the sender
 

@@ -109,7 +109,7 @@ class _Race:
                     self._won = snapshot
                     self._changed.notify()
         finally:
-            link.asked.release()
+            link.answered()
 
     def _error(self) -> Exception:
         late = self._asked - len(self._errors)
