@@ -100,6 +100,7 @@ def publish_to_failures(
     began = time.monotonic()
     failures: dict[str, str] = {}
     words = ""
+    report: SyncReport | None
     try:
         report = state.sender.update_weights(
             version=number, wait="applied", timeout=timeout, **options
@@ -108,7 +109,7 @@ def publish_to_failures(
         report = failed.report
         failures = {r.receiver: r.state for r in failed.failures}
         words = str(failed)
-    told = summary(report)
+    told = summary(report) if report else SimpleNamespace(number=number, receivers={})
     told.failed, told.words, told.seconds = failures, words, time.monotonic() - began
     return told
 
