@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -22,11 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import ProtocolError, SchemeError
 from weightsync.schemes.nccl import endpoint
 from weightsync.schemes.nccl.endpoint import Endpoint
 
 Message = dict[str, Any]
+log = logging.getLogger("weightsync")
 
 PROTOCOL = "weightsync-nccl-1"
 MAX_HELLO = 1 << 16
@@ -147,7 +149,7 @@ class Connection:
         self._socket.close()
 
 
-class Refused(WeightSyncError):
+class Refused(SchemeError):
     """The other side does not want this connection; has its words."""
 
 
@@ -203,8 +205,10 @@ class Server:
         except Refused as error:
             if connection is not None:
                 connection.tell({"op": "refused", "error": str(error)})
-        except (OSError, EOFError, WeightSyncError, ValueError, LookupError, TypeError):
+        except (OSError, EOFError):
             pass  # gone, or never one of ours
+        except Exception as error:
+            log.debug("%s: hung up on a peer: %s: %s", self.where, type(error).__name__, error)
         finally:
             if connection is not None:
                 connection.close()

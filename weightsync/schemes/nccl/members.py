@@ -24,7 +24,8 @@ class Peer:
     Attributes:
         grouped: the rounds whose group it has built. ready: ``(update, round)`` it waits for
             buckets of. took: the last bucket it has put into place, of ``update``.
-        whole: the last update that it has received as a whole.
+        whole: the last update that it has received as a whole. busy: the last for which it had no
+            buffer free.
     """
 
     receiver: str
@@ -40,6 +41,7 @@ class Peer:
     update: int = -1
     took: int = -1
     whole: int = -1
+    busy: int = -1
     failed: dict[tuple[str, int], str] = field(default_factory=dict)
     fingerprint: str = ""
 
@@ -54,9 +56,10 @@ class Member:
     Attributes:
         workers: how many peers read for it.
         complete: whether all of them have been there at the same time.
-        announced, reported: when it was last told of a version, and when it last reported, in
-            steps of one counter.
-        left: it has said goodbye. anonymous: it gets versions, and is not asked what of them.
+        instance: what tells a receiver that comes back from another of the same name.
+        told: the last version it was told of.
+        announced, reported: when it was told, and when it last reported, in steps of one counter.
+        left: it has said goodbye. said: its death was reported. anonymous: it gets versions, and is not asked what of them.
     """
 
     id: str
@@ -65,9 +68,12 @@ class Member:
     connection: Connection | None
     peers: dict[int, Peer] = field(default_factory=dict)
     complete: bool = False
+    instance: str = ""
+    told: tuple[Version, Manifest] | None = None
     announced: int = 0
     reported: int = 0
     left: bool = False
+    said: bool = False
     anonymous: bool = False
     fingerprint: str = ""
 
@@ -138,6 +144,7 @@ class Members:
                 self._require_dead(former.connection, receiver)
             member = Member(receiver, workers, replace(first, receiver=receiver), connection)
             member.anonymous = hello.get("anonymous") is True
+            member.instance = str(hello.get("instance"))
             for key, peer in list(self._early.items()):
                 if key[0] == receiver:
                     self._enter(member, peer)
@@ -148,7 +155,14 @@ class Members:
                         self._enter(member, peer)
             self._by_id[receiver] = member
             connection.welcome()
-            self._notice(member)
+            if member.is_whole:
+                member.complete = True
+            if former is not None and former.instance == member.instance and former.told:
+                # It may not have heard of a version that has arrived.
+                member.told, member.announced = former.told, former.announced
+                member.reported, member.complete = former.reported, former.complete
+                self._tell(member, *former.told)
+            self.changed.notify_all()
         try:
             while True:
                 message = connection.receive(1 << 20)
@@ -157,6 +171,8 @@ class Members:
             with self.changed:
                 if member.connection is connection:
                     member.connection = None
+                    if member.said:
+                        self.forget([member.id])
                 self.changed.notify_all()
 
     def _hear_receiver(self, member: Member, message: Message) -> None:
@@ -248,18 +264,17 @@ class Members:
             self.changed.notify_all()
             raise Refused(words) from None
 
-    def _notice(self, member: Member) -> None:
-        if member.is_whole:
-            member.complete = True
-        self.changed.notify_all()
-
     # ---------------------------------------------------------------- looking
 
     def known(self) -> list[Member]:
         """Those that have been there as a whole, or failed; not those that are just arriving."""
         with self.changed:
             members = list(self._by_id.values())
-        return [member for member in members if member.complete or member.failed]
+        return [
+            member
+            for member in members
+            if (member.complete or member.failed) and (member.is_whole or not member.said)
+        ]
 
     def find(self, id: str) -> Member | None:
         with self.changed:
@@ -301,20 +316,25 @@ class Members:
 
     def announce(self, member: Member, version: Version, manifest: Manifest) -> bool:
         """Tell a receiver that a version has arrived for it."""
+        with self.changed:
+            # It may have come back since by another connection.
+            member = self._by_id.get(member.id, member)
+            self._steps += 1
+            member.announced, member.told, member.said = self._steps, (version, manifest), False
+            return self._tell(member, version, manifest)
+
+    def _tell(self, member: Member, version: Version, manifest: Manifest) -> bool:
         message: Message = {
             "op": "version",
             "version": version,
             "fingerprint": manifest.fingerprint,
         }
-        with self.changed:
-            if member.connection is None:
-                return False
-            if member.fingerprint != manifest.fingerprint:
-                message["manifest"] = manifest.to_json().decode()
-                member.fingerprint = manifest.fingerprint
-            self._steps += 1
-            member.announced = self._steps
-            return member.connection.tell(message)
+        if member.connection is None:
+            return False
+        if member.fingerprint != manifest.fingerprint:
+            message["manifest"] = manifest.to_json().decode()
+            member.fingerprint = manifest.fingerprint
+        return member.connection.tell(message)
 
     def wait_applied(
         self, version: Version, deadline: Deadline, receivers: Sequence[str] | None
@@ -324,8 +344,9 @@ class Members:
         def wanted() -> list[Member]:
             if receivers is not None:
                 return [member for id in receivers if (member := self._by_id.get(id))]
-            known = [member for member in self.known() if not member.anonymous]
-            return [m for m in known if not m.left or self._answered(m, version)]
+            # Those that it was sent to; one that came later gets the next.
+            sent = [m for m in self.known() if m.told and m.told[0] == version and not m.anonymous]
+            return [m for m in sent if not m.left or self._answered(m, version)]
 
         def all_answered() -> bool:
             members = wanted()
@@ -357,17 +378,21 @@ class Members:
             return True
         if member.left or not member.is_whole or member.failed:
             return True
+        if member.told is None or member.told[0] != version:
+            return True  # it did not arrive there, which was said already
         attempted = member.report.attempted
         # An answer to an earlier attempt at this version is none to this one.
         return attempted is not None and attempted >= version and member.reported > member.announced
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Said once; one that has come back since is kept."""
+        """Those that are dead, which was said now; one that has come back since is kept."""
         with self.changed:
             for id in list(ids):
                 member = self._by_id.get(id)
                 if member is not None and member.connection is None:
                     del self._by_id[id]
+                elif member is not None:
+                    member.said = True
 
     def forget_signed_off(self) -> None:
         with self.changed:
@@ -391,6 +416,8 @@ def _note(peer: Peer, message: Message) -> None:
         peer.ready = int(message["update"]), int(message["round"])
     elif op == "took":
         peer.update, peer.took = int(message["update"]), int(message["bucket"])
+    elif op == "busy":
+        peer.busy = int(message["update"])
     elif op == "whole":
         peer.whole = int(message["update"])
     elif op == "failed":

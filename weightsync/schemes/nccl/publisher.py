@@ -139,7 +139,7 @@ class NCCLPublisher(Publisher):
             transfer.cancel()
             if isinstance(error, WeightSyncError) and not transfer.replicas:
                 failures = (*absent, *self._failures(members, transfer))
-                members.forget(report.receiver for report in failures)
+                members.forget(r.receiver for r in failures if r.state == "dead")
                 raise ReceiverError(str(error), failures) from None
             raise
         changed = summary.changed_since(self._summary)
@@ -148,7 +148,7 @@ class NCCLPublisher(Publisher):
             if not members.announce(member, version, inventory.manifest):
                 transfer.lost[member.id] = False, "its process is gone"
         failures = (*absent, *self._failures(members, transfer))
-        members.forget(report.receiver for report in failures)
+        members.forget(r.receiver for r in failures if r.state == "dead")
         return Published(
             inventory.manifest.payload,
             len(inventory.manifest.tensors),

@@ -20,7 +20,7 @@ import torch
 
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline, call_with_deadline
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import ProtocolError
 from weightsync.schemes.nccl.buckets import Pieces, check, unpack, verify
 from weightsync.schemes.nccl.control import Connection, Message
 from weightsync.schemes.nccl.endpoint import Endpoint
@@ -235,9 +235,8 @@ class Reader:
                 lambda: self._check(int(message["round"])),
             )
             if slot is None:
-                raise WeightSyncError(
-                    f"all {self._scheme.buffers} buffers hold versions that the engine still reads"
-                )
+                connection.tell({"op": "busy", "update": number})
+                return
             self._update = _Update(number, Version.parse(message["version"]), slot)
         connection.tell({"op": "ready", "update": number, "round": message["round"]})
 

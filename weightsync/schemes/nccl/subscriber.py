@@ -33,6 +33,7 @@ class NCCLSubscriber(Subscriber):
         self._scheme = scheme
         self._anonymous = receiver is None
         self._receiver = receiver or f"anonymous-{os.getpid()}-{secrets.token_hex(4)}"
+        self._instance = secrets.token_hex(8)
         self._workers = 0
         self._link: Link | None = None
         self._reader: Reader | None = None
@@ -62,6 +63,7 @@ class NCCLSubscriber(Subscriber):
             "role": "receiver",
             "receiver": self._receiver,
             "anonymous": self._anonymous,
+            "instance": self._instance,
             "workers": self._workers or 1,
             "report": report_to_json(self._said).decode(),
         }

@@ -20,7 +20,7 @@ from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Bucket
-from weightsync.schemes.nccl.group import Group, serve_store
+from weightsync.schemes.nccl.group import Group, join_store, serve_store
 from weightsync.schemes.nccl.members import Member, Members, Peer
 from weightsync.schemes.nccl.reader import IN_FLIGHT
 from weightsync.schemes.nccl.topology import ranks_of
@@ -92,7 +92,8 @@ class Rounds:
             group = call_with_deadline(
                 lambda: Group(
                     self._scheme.backend,
-                    self._store,
+                    # A client of its own: a build that is stuck holds its client for as long.
+                    join_store(self._where, seconds),
                     name,
                     0,
                     size,
@@ -317,8 +318,11 @@ class Transfer:
         for peer, words in lost.why.items():
             log.warning("receiver %s, %s: %s", peer.receiver, peer, words)
             self.lost.setdefault(peer.receiver, (lost.late, f"{peer}: {words}"))
-            if not lost.late:
-                peer.connection.close()  # it comes back by itself, if it lives
+            member = self._members.find(peer.receiver)
+            if not lost.late:  # they come back by themselves, if they live
+                peer.connection.close()
+                if member is not None and member.connection is not None:
+                    member.connection.close()
         self._peers = [peer for peer in self._peers if peer.receiver not in self.lost]
         gone = [member for member in self._replicas if member.id in self.lost]
         for member in gone:
@@ -374,10 +378,13 @@ class Transfer:
                 peer.fingerprint = self._manifest.fingerprint
             peer.connection.tell(message)
         self._await(
-            lambda peer: peer.ready == (self._update, self._round),
-            "its engine is still busy with earlier versions",
-            self._patience() + 0.5,
+            lambda peer: peer.ready == (self._update, self._round) or peer.busy == self._update,
+            "it does not get ready",
+            self._patience() + self._silence,
         )
+        busy = [peer for peer in self._peers if peer.busy == self._update]
+        if busy:
+            raise Lost(dict.fromkeys(busy, _BUSY), late=True)
 
     def _patience(self) -> float:
         """Seconds for a slow receiver to free a buffer; the others wait with it."""
@@ -477,6 +484,12 @@ class Transfer:
             raise Lost(lost)
         if broken:
             raise WeightSyncError(broken[0])
+
+
+_BUSY = (
+    "its engine still reads the versions in all of its buffers= (more of them give a slow one more "
+    "time)"
+)
 
 
 def _buffer(size: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,573 @@
+"""Broadcast to receivers that die, stop, fail, come late or come back. On gloo."""
+
+import os
+import pickle
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+import weightsync as ws
+from tests.live import trainers
+from tests.live.processes import (
+    WAIT,
+    PeerError,
+    constants,
+    end_receiver,
+    eventually,
+    fill,
+    follow,
+    held,
+    held_while_following,
+    poll,
+    publish,
+    receive_in,
+    send_from,
+    value_of,
+)
+from weightsync.engines.module import ModuleEngine
+from weightsync.schemes.nccl import reader, topology
+
+SHAPE = {"nbytes": 24 << 20, "tensors": 6}
+"""More buckets of 1 MiB than are under way at a time."""
+
+
+@pytest.fixture
+def scheme():
+    return ws.NCCLScheme(backend="gloo", bucket_mb=1, peer_timeout=2.0)
+
+
+@pytest.fixture
+def sender(scheme):
+    weights = constants(0, **SHAPE)
+    with scheme.create_sender(weights, timeout=WAIT) as made:
+        made.connect()
+        made.weights = weights
+        yield made
+
+
+def send(sender, number, **options):
+    fill(sender.weights, number)
+    return sender.update_weights(version=number, **options)
+
+
+def receivers(peer, scheme, *ids, following=True, **options):
+    made = [peer() for _ in ids]
+    for one, id in zip(made, ids, strict=True):
+        one.call(receive_in, scheme, id, **SHAPE, **options)
+        if following:
+            one.call(follow)
+    return made
+
+
+# -------------------------------------------------------------------- what goes wrong in a receiver
+
+
+def do_at_bucket(state, number, action, update=1):
+    """Do something when a bucket of the next update has arrived, before it is acknowledged."""
+    take = reader.Reader._take
+
+    def patched(self, arriving):
+        if arriving.message["number"] == number and arriving.message["update"] >= update:
+            reader.Reader._take = take
+            action()
+        take(self, arriving)
+
+    reader.Reader._take = patched
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang():
+    time.sleep(3600)
+
+
+def die_at_bucket(state, number):
+    do_at_bucket(state, number, die)
+
+
+def stop_at_bucket(state, number):
+    do_at_bucket(state, number, stop)
+
+
+def hang_at_bucket(state, number):
+    do_at_bucket(state, number, hang)
+
+
+def fail_to_put(state, words):
+    def broken(self, part):
+        reader.Reader._put = put
+        raise OSError(words)
+
+    put, reader.Reader._put = reader.Reader._put, broken
+
+
+def flip_on_arrival(state):
+    """One bit of one bucket is not what was sent."""
+
+    def flipped(self, part):
+        reader.Reader._put = put
+        part.payload[5] ^= 4
+        put(self, part)
+
+    put, reader.Reader._put = reader.Reader._put, flipped
+
+
+# -------------------------------------------------------------------- losing receivers
+
+
+@pytest.mark.parametrize("bucket", [0, 11, 23])
+def test_a_receiver_dies_in_the_middle_of_a_transfer(peer, scheme, sender, bucket):
+    """H1: the others are served by the same call; what was read of the source is not read again."""
+    other, victim, third = receivers(peer, scheme, "other", "victim", "third")
+    send(sender, 1, wait="applied")
+    victim.call(die_at_bucket, bucket)
+    with pytest.raises(ws.ReceiverError, match="'victim'") as caught:
+        send(sender, 2, wait="applied", timeout=10)
+    assert [(f.receiver, f.state) for f in caught.value.failures] == [("victim", "dead")]
+    assert f"pid {victim.pid}" in str(caught.value)
+    told = {r.receiver: (r.state, r.version.number) for r in caught.value.report.receivers}
+    assert told == {"other": ("applied", 2), "third": ("applied", 2), "victim": ("dead", 1)}
+    assert other.call(held) == (2, 2)
+    assert third.call(held) == (2, 2)
+    # Said once; and one that comes back under its name has the next version.
+    send(sender, 3, wait="applied")
+    (again,) = receivers(peer, scheme, "victim")
+    assert send(sender, 4, wait="applied").behind() == ()
+    assert again.call(held) == (4, 4)
+    assert other.call(held) == (4, 4)
+
+
+def test_a_receiver_that_dies_is_said_also_to_one_who_does_not_wait(peer, scheme, sender):
+    other, victim = receivers(peer, scheme, "other", "victim")
+    send(sender, 1, wait="applied")
+    victim.call(die_at_bucket, 7)
+    with pytest.raises(ws.ReceiverError, match=r"'victim'.*gone"):
+        send(sender, 2)
+    assert other.call(held_while_following, 2) == (2, 2)
+
+
+def test_a_receiver_that_stands_still_in_a_transfer(peer, scheme, sender):
+    """H1: stopped, not dead. It is given up, and comes back when it can."""
+    other, stopped = receivers(peer, scheme, "other", "stopped")
+    send(sender, 1, wait="applied")
+    stopped.call(stop_at_bucket, 7)
+    with pytest.raises(ws.ReceiverError, match=r"'stopped'.*has not answered"):
+        send(sender, 2, wait="applied", timeout=20)
+    assert other.call(held) == (2, 2)
+    send(sender, 3, wait="applied")  # without it
+    stopped.go_on()
+    eventually(
+        lambda: any(r.receiver == "stopped" and r.state != "dead" for r in sender.receivers())
+    )
+    send(sender, 4, wait="applied")
+    assert stopped.call(held) == (4, 4)
+    assert other.call(held) == (4, 4)
+
+
+def test_a_receiver_whose_transfer_hangs_while_it_answers(peer, scheme, sender):
+    other, hung = receivers(peer, scheme, "other", "hung")
+    send(sender, 1, wait="applied")
+    hung.call(hang_at_bucket, 7)
+    with pytest.raises(ws.ReceiverError, match=r"'hung'.*stands still"):
+        send(sender, 2, wait="applied", timeout=20)
+    assert other.call(held) == (2, 2)
+    send(sender, 3, wait="applied", receivers=["other"])
+
+
+def test_all_receivers_die(peer, scheme, sender):
+    (victim,) = receivers(peer, scheme, "victim")
+    send(sender, 1, wait="applied")
+    victim.call(die_at_bucket, 7)
+    with pytest.raises(ws.ReceiverError, match=r"reached nobody.*'victim'") as caught:
+        send(sender, 2, timeout=10)
+    assert [f.receiver for f in caught.value.failures] == ["victim"]
+    (new,) = receivers(peer, scheme, "new")
+    send(sender, 2, wait="applied")  # the same step again: nobody has it
+    assert new.call(held) == (2, 2)
+
+
+def test_a_bit_that_flips_on_the_way_is_found(peer, scheme, sender):
+    other, unlucky = receivers(peer, scheme, "other", "unlucky")
+    send(sender, 1, wait="applied")
+    unlucky.call(flip_on_arrival)
+    with pytest.raises(ws.ReceiverError, match=r"'unlucky'.*CorruptError.*layer0"):
+        send(sender, 2, wait="applied")
+    assert other.call(held) == (2, 2)
+    assert unlucky.call(held) == (1, 1)
+    eventually(lambda: len(sender.receivers()) == 2)
+    send(sender, 3, wait="applied")
+    assert unlucky.call(held) == (3, 3)
+
+
+def test_a_receivers_own_words_reach_the_sender(peer, scheme, sender):
+    other, failing = receivers(peer, scheme, "other", "failing")
+    failing.call(fail_to_put, "the memory is on fire")
+    with pytest.raises(ws.ReceiverError, match=r"'failing'.*the memory is on fire"):
+        send(sender, 1, wait="applied")
+    assert other.call(held) == (1, 1)
+
+
+class SlowEngine(ModuleEngine):
+    def apply(self, update, deadline):
+        time.sleep(1.0)
+        super().apply(update, deadline)
+
+
+class NeverDone(ModuleEngine):
+    def apply(self, update, deadline):
+        super().apply(update, deadline)
+        if update.version.number == 2:
+            time.sleep(3600)
+
+
+def test_an_engine_that_never_comes_back_costs_the_others_nothing(peer, scheme, sender):
+    """Its buffers fill up; then it is left out, and said to be late."""
+    (other,) = receivers(peer, scheme, "other")
+    (stuck,) = receivers(peer, scheme, "stuck", engine=NeverDone)
+    send(sender, 1, wait="applied")
+    with pytest.raises(ws.ReceiverError, match="'stuck'"):
+        send(sender, 2, wait="applied", timeout=2)
+    assert other.call(held) == (2, 2)
+    for number in (3, 4):
+        with pytest.raises(ws.ReceiverError, match="'stuck'") as caught:
+            send(sender, number, wait="applied", timeout=3)
+        assert [f.state for f in caught.value.failures] == ["waiting"]
+        assert other.call(held) == (number, number)
+    assert stuck.process.is_alive()
+
+
+def test_a_receiver_whose_setup_fails(peer, scheme):
+    """H3."""
+
+    with scheme.create_sender(constants(1)) as sender:
+        one = peer()
+        one.start(receive_broken, scheme)
+        with pytest.raises(ws.ReceiverError, match=r"'broken'.*no nccl"):
+            sender.connect(timeout=WAIT, receivers=1)
+        with pytest.raises(PeerError, match="no nccl"):
+            one.result()
+
+
+class Broken(ModuleEngine):
+    def connect(self, url, deadline):
+        raise RuntimeError("no nccl")
+
+
+def receive_broken(state, scheme):
+    receive_in(state, scheme, "broken", engine=Broken)
+
+
+def test_a_group_that_a_receiver_cannot_build(peer, scheme, sender):
+    """H3: the reason is in the sender's error, and the others are served."""
+    other, broken = receivers(peer, scheme, "other", "broken")
+    broken.call(break_groups, "libnccl is missing")
+    with pytest.raises(ws.ReceiverError, match=r"'broken'.*libnccl is missing"):
+        send(sender, 1, wait="applied")
+    assert other.call(held) == (1, 1)
+
+
+def break_groups(state, words):
+    def refuse(*arguments):
+        raise RuntimeError(words)
+
+    reader.Group = refuse
+
+
+# -------------------------------------------------------------------- senders
+
+
+def test_the_sender_is_killed_in_the_middle_of_a_transfer(peer, scheme):
+    """Receivers keep what they hold; another sender takes over at the same port."""
+    first = peer()
+    first.call(send_from, scheme, **SHAPE)
+    (one,) = receivers(peer, scheme, "one")
+    assert first.call(publish, 1, wait="applied").receivers == {"one": ("applied", 1)}
+    one.call(kill_at_bucket, first.pid, 9)
+    first.start(publish, 2)
+    eventually(lambda: not first.process.is_alive())
+    assert one.call(held) == (1, 1)
+    second = peer()
+    second.call(send_from, scheme, **SHAPE)
+    assert second.call(publish, 1, value=7, wait="applied").receivers == {"one": ("applied", 1)}
+    assert one.call(held) == (1, 7)
+
+
+def kill_at_bucket(state, pid, number):
+    do_at_bucket(state, number, lambda: os.kill(pid, signal.SIGKILL), update=2)
+
+
+def test_a_source_that_fails_half_way_costs_nothing_but_its_update(peer, scheme, sender):
+    """W10: nothing becomes visible, and the group is as good as before."""
+    (one,) = receivers(peer, scheme, "one")
+    send(sender, 1, wait="applied")
+    groups = dict(sender._publisher._rounds._groups)
+
+    def stream():
+        for name, tensor in sender.weights.items():
+            if name == "layer4" and passes:
+                raise RuntimeError("out of memory")
+            yield name, tensor + 1
+        passes.append(1)
+
+    passes = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sender.update_weights(stream, version=2)
+    assert one.call(held) == (1, 1)
+    send(sender, 3, wait="applied")
+    assert one.call(held) == (3, 3)
+    assert sender._publisher._rounds._groups == groups
+
+
+def test_the_first_update_waits_for_as_many_replicas_as_were_announced(peer):
+    scheme = ws.NCCLScheme(backend="gloo", num_replicas=2)
+    writer = peer()
+    writer.call(send_from, scheme, **SHAPE)
+    receivers(peer, scheme, "one")
+    writer.start(publish, 1, wait="applied")
+    assert not writer.answered(0.5)
+    receivers(peer, scheme, "two")
+    assert set(writer.result().receivers) == {"one", "two"}
+    with pytest.raises(PeerError, match="VersionError"):
+        writer.call(publish, 0)
+
+
+def test_too_few_replicas_are_an_error_at_the_deadline(peer):
+    scheme = ws.NCCLScheme(backend="gloo", num_replicas=2)
+    with scheme.create_sender(constants(1)) as sender:
+        sender.connect()
+        receivers(peer, scheme, "one")
+        with pytest.raises(ws.DeadlineError, match=r"for 2 receivers.*connected: one"):
+            sender.update_weights(version=1, timeout=1.0)
+
+
+# -------------------------------------------------------------------- who may connect
+
+
+def test_a_port_that_is_taken_is_named_at_once():
+    """P3."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        sender = ws.NCCLScheme(master_port=port, backend="gloo").create_sender(constants(1))
+        with pytest.raises(ws.SenderBusyError, match=rf"{port}.*master_port="):
+            sender.connect(timeout=30)
+
+
+def test_two_jobs_on_one_host_do_not_meet():
+    """P3: without a port each gets its own."""
+    schemes = [ws.NCCLScheme(backend="gloo") for _ in range(2)]
+    targets = [constants(-1), constants(-1)]
+    senders = [scheme.create_sender(constants(n)) for n, scheme in enumerate(schemes)]
+    for sender in senders:
+        sender.connect()
+    made = [s.create_receiver(t) for s, t in zip(schemes, targets, strict=True)]
+    for receiver in made:
+        receiver.connect(WAIT)
+    for sender in senders:
+        sender.update_weights(version=1)
+    for receiver in made:
+        receiver.poll_and_apply(WAIT)
+    assert [value_of(target) for target in targets] == [0, 1]
+    for end in [*made, *senders]:
+        end.shutdown()
+
+
+def test_a_second_sender_is_refused(scheme, sender):
+    with pytest.raises(ws.SenderBusyError, match="taken"):
+        scheme.create_sender(constants(1)).connect()
+
+
+def test_over_ipv6():
+    """P5."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    scheme = ws.NCCLScheme(master_address="::1", backend="gloo")
+    assert ws.scheme_from_url(scheme.to_url()) == scheme
+    target = constants(-1)
+    with scheme.create_sender(constants(5)) as sender, scheme.create_receiver(target) as receiver:
+        sender.connect()
+        receiver.connect(WAIT)
+        sender.update_weights(version=1)
+        receiver.poll_and_apply(WAIT)
+        assert value_of(target) == 5
+
+
+def test_trainer_and_engine_on_one_gpu(monkeypatch):
+    """P7: found before there is any group, by the device's UUID."""
+    for module in ("publisher", "reader"):
+        monkeypatch.setattr(
+            f"weightsync.schemes.nccl.{module}.device_identity", lambda: "GPU-8a6f-one"
+        )
+    monkeypatch.setattr(ws.NCCLScheme, "device_here", lambda self: torch.device("cpu"))
+    scheme = ws.NCCLScheme()
+    with scheme.create_sender(constants(1)) as sender:
+        sender.connect()
+        receiver = scheme.create_receiver(constants(0), id="r1")
+        with pytest.raises(ValueError, match=r"trainer \(rank 0\).*'r1'.*GPU-8a6f-one.*shared"):
+            receiver.connect(WAIT)
+        with pytest.raises(ws.ReceiverError, match=r"'r1'.*GPU-8a6f-one"):
+            sender.connect(receivers=1, timeout=WAIT)
+        receiver.shutdown()
+
+
+def test_devices_are_told_apart_by_uuid_not_by_index():
+    topology.require_distinct({"trainer": "a", "r": "b", "on the CPU": "", "too": ""})
+    with pytest.raises(ValueError, match="r1 and r2"):
+        topology.require_distinct({"trainer": "a", "r1": "b", "r2": "b"})
+
+
+def test_a_replica_of_another_size_is_refused():
+    scheme = ws.NCCLScheme(backend="gloo", gpus_per_replica=2)
+    with scheme.create_sender(constants(1)) as sender:
+        sender.connect()
+        receiver = scheme.create_receiver(constants(0), id="small")
+        with pytest.raises(ws.WeightSyncError, match=r"'small' has 1 processes.*says 2"):
+            receiver.connect(WAIT)
+        receiver.shutdown()
+
+
+def test_without_the_token_nobody_receives():
+    scheme = ws.NCCLScheme(backend="gloo", token="sesame")
+    guess = ws.NCCLScheme(master_port=scheme.master_port, backend="gloo", token="guess")
+    none = ws.NCCLScheme(master_port=scheme.master_port, backend="gloo")
+    target = constants(0)
+    with scheme.create_sender(constants(3)) as sender, scheme.create_receiver(target) as receiver:
+        sender.connect()
+        for other in (guess, none):
+            intruder = other.create_receiver(constants(0), id="intruder")
+            with pytest.raises(ws.WeightSyncError, match="token"):
+                intruder.connect(WAIT)
+            intruder.shutdown()
+        receiver.connect(WAIT)
+        report = sender.update_weights(version=1)
+        assert report.version.number == 1
+        receiver.poll_and_apply(WAIT)
+        assert value_of(target) == 3
+        assert [r.receiver for r in sender.receivers()] == [receiver.id]
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_that_comes_in_is_unpickled(scheme, sender, tmp_path):
+    """X1."""
+    path = str(tmp_path / "made")
+    data = pickle.dumps(Evil(path))
+    ports = [scheme.port, sender._publisher._rounds._where.port]
+    target = constants(0, **SHAPE)
+    with scheme.create_receiver(target) as receiver:
+        receiver.connect(WAIT)
+        for port in ports:
+            for payload in (data, len(data).to_bytes(4, "big") + data, b"\xff" * 64, b"{}\n", b""):
+                with socket.create_connection(("127.0.0.1", port)) as link:
+                    link.sendall(payload)
+        send(sender, 1)
+        receiver.poll_and_apply(WAIT)
+        assert value_of(target) == 1
+    assert not os.path.exists(path)
+
+
+def test_words_that_make_no_sense_end_a_connection_and_nothing_else(scheme, sender):
+    from weightsync.deadline import Deadline
+    from weightsync.report import ReceiverReport
+    from weightsync.run.records import report_to_json
+    from weightsync.schemes.nccl.control import join
+    from weightsync.schemes.nccl.endpoint import Endpoint
+
+    where = Endpoint("127.0.0.1", scheme.port)
+    said = report_to_json(ReceiverReport("x", "connected")).decode()
+    good = {"role": "receiver", "receiver": "x", "workers": 1, "report": said}
+    for change in (
+        {"role": "king"},
+        {"receiver": "../x"},
+        {"receiver": None},
+        {"workers": -1},
+        {"workers": "many"},
+        {"report": "[]"},
+        {"report": 5},
+    ):
+        with pytest.raises((ws.WeightSyncError, EOFError, OSError)):
+            join(where, None, {**good, **change}, Deadline(WAIT))
+    for words in ({}, {"op": "report", "report": "?"}, {"op": 5}):
+        connection, _ = join(where, None, good, Deadline(WAIT))
+        connection.send(words)
+        connection.close()
+    target = constants(0, **SHAPE)
+    with scheme.create_receiver(target, id="x") as receiver:
+        receiver.connect(WAIT)
+        send(sender, 1)
+        receiver.poll_and_apply(WAIT)
+        assert value_of(target) == 1
+
+
+# -------------------------------------------------------------------- updates for some
+
+
+def test_many_updates_for_all_one_and_two(scheme, sender):
+    """H5."""
+    names = ["a", "b", "c"]
+    targets = {name: constants(-1, **SHAPE) for name in names}
+    made = {name: scheme.create_receiver(target, id=name) for name, target in targets.items()}
+    for receiver in made.values():
+        receiver.connect(WAIT)
+    last = {}
+    for number in range(1, 51):
+        some = [None, [names[number % 3]], [names[number % 3], names[(number + 1) % 3]]][number % 3]
+        send(sender, number, receivers=some)
+        for name in some or names:
+            last[name] = number
+            assert made[name].poll_and_apply(WAIT).version.number == number
+    for name in names:
+        assert made[name].poll_and_apply() is None
+        assert (made[name].version.number, value_of(targets[name])) == (last[name], last[name])
+        made[name].shutdown()
+
+
+# -------------------------------------------------------------------- sharded trainers
+
+
+def test_sharded_ranks_gather_together_and_one_sends(mortal, scheme, run_dir):
+    """H6: the others wait for rank 0's word, not in a collective, while it sends."""
+    world = mortal(2)
+    world(trainers.build, "fsdp2")
+    target = trainers.plain(seed=9)
+    world.peers[0].start(trainers.connect, run_dir, scheme=scheme)
+    world.peers[1].start(trainers.connect, run_dir, scheme=scheme)
+    for one in world.peers:
+        one.result()
+    with scheme.create_receiver(target) as receiver:
+        receiver.connect(WAIT)
+        for number in (1, 2):
+            world(trainers.train, number)
+            world(trainers.update, number)
+            receiver.poll_and_apply(WAIT)
+            wanted = world(trainers.whole)[0]
+            for name, tensor in target.state_dict().items():
+                assert torch.equal(tensor, wanted[name]), name
+    world(trainers.end_senders)
+
+
+def test_signing_off_is_no_failure(peer, scheme, sender):
+    one, two = receivers(peer, scheme, "one", "two", following=False)
+    send(sender, 1)
+    assert one.call(poll) == (1, 1)
+    assert two.call(poll) == (1, 1)
+    two.call(end_receiver)
+    report = send(sender, 2)
+    assert report.receivers == ()
+    assert one.call(poll) == (2, 2)
