@@ -325,12 +325,16 @@ def see_and_read_later(state: Any, pause: float) -> tuple[int, int | str, int]:
     raise AssertionError("versions go before they can be opened, again and again")
 
 
-def read_twice(state: Any, version: Version, pause: float) -> tuple[int | str, int | str]:
-    """Read a version, keep it open for a while, and read it again."""
-    with state.subscriber.snapshot(version, Deadline(WAIT)) as snapshot:
-        first = value_of(dict(snapshot))
-        time.sleep(pause)
-        return first, value_of(dict(snapshot))
+def lease(state: Any, version: Version) -> int | str:
+    """Lease a version and read it; the lease stays until :func:`end_lease`."""
+    state.snapshot = state.subscriber.snapshot(version, Deadline(WAIT))
+    return value_of(dict(state.snapshot))
+
+
+def end_lease(state: Any) -> int | str:
+    """What a leased version holds by now."""
+    with state.snapshot as snapshot:
+        return value_of(dict(snapshot))
 
 
 def acknowledge(state: Any, id: str, version: Version) -> None:
