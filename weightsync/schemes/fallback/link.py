@@ -147,6 +147,9 @@ class Link:
             self._report = report
             if self.attached:
                 self.subscriber.acknowledge(report)
+                return
+            with contextlib.suppress(*FAULTS):  # some can say it while they introduce themselves
+                self.subscriber.acknowledge(report)
 
     def _tell(self, version: Version, words: str) -> None:
         """Tell the sender, in this way only, that a version was not to be had in this way."""

@@ -134,12 +134,12 @@ class FallbackPublisher(Publisher):
         if again and self._used is not None:
             # Only there it is known whether these are the same weights.
             routes.remove(self._used)
-            return update.through([self._used], routes)
-        due = [route for route in routes if route.is_due(self._retry_after)] or routes
-        for route in routes:
-            if route not in due:
-                update.note(f"{route.name} is left aside: {route.fault}")
-        return update.through(due)
+            return update.through([self._used], others=routes)
+        due = [route for route in routes if route.is_due(self._retry_after)]
+        aside = [route for route in routes if route not in due]
+        for route in aside:
+            update.note(f"{route.name} is left aside: {route.fault}")
+        return update.through(due, reserve=aside)
 
     def contribute(
         self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline

@@ -37,18 +37,16 @@ class Route:
             WeightSyncError, OSError: it cannot be opened. VersionError: its run has seen a later
                 sender, or this epoch before it was lost.
         """
-        if self.is_open and self.fault is None:
-            return
-        was_open = self.is_open
-        try:
-            self.open(deadline, epoch)
-        except FAULTS:
-            if not was_open:
-                raise
-            # Removed behind our back: a publisher that knows nothing of it can begin anew.
-            self.close()
-            self.publisher = self._scheme.create_publisher()
-            self.open(deadline, epoch)
+        if self.is_open:
+            if self.fault is None:
+                return
+            with contextlib.suppress(*FAULTS):
+                self.open(deadline, epoch)
+                return
+        # Removed behind our back, or never there: a publisher that knows nothing can begin anew.
+        self.close()
+        self.publisher = self._scheme.create_publisher()
+        self.open(deadline, epoch)
 
     def is_due(self, retry_after: float) -> bool:
         """Whether it works, as far as is known, or should be tried again."""

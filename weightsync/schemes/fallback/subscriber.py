@@ -18,6 +18,9 @@ from weightsync.version import Version
 _BETTER = 0.5
 """Seconds that ``open`` gives the schemes that are preferred to the one that is there."""
 
+_ALL = 0.05
+"""Seconds that it gives the others: what they have is then seen at the first look."""
+
 _ELSEWHERE = 30.0
 """Seconds that a worker waits for a version, of which one scheme has lost its copy, to come by
 another one."""
@@ -58,6 +61,7 @@ class FallbackSubscriber(Subscriber):
         self._opened = True
         better = self._links[: self._links.index(self._attached()[0])]
         deadline.at_most(_BETTER).wait(lambda: all(link.settled for link in better) or None)
+        deadline.at_most(_ALL).wait(lambda: all(link.settled for link in self._links) or None)
 
     def _raise_unreached(self, deadline: Deadline) -> None:
         errors = [f"{link.name}: {link.error}" for link in self._links if link.error]

@@ -71,17 +71,29 @@ class Update:
         self.sent = Sent()
         self.notes: list[str] = []
 
-    def through(self, routes: Sequence[Route], others: Sequence[Route] = ()) -> Published:
-        """Send it through the first of these routes that works, and to those receivers that this
-        one does not lead to through the next, the others included.
+    def through(
+        self,
+        routes: Sequence[Route],
+        *,
+        reserve: Sequence[Route] = (),
+        others: Sequence[Route] = (),
+    ) -> Published:
+        """Send it through the first route that works.
+
+        Args:
+            routes: to be tried in this order. The rest of them also leads to receivers that the
+                first one does not lead to.
+            reserve: to be tried if all of those fail before the deadline.
+            others: not to be tried, but to lead to more receivers.
 
         Raises:
             SourceError, VersionError: as any publisher.
             WeightSyncError: no route works, of the kind of their errors if they agree.
         """
-        left = list(routes)
-        while left:
-            self.used = left.pop(0)
+        for number, route in enumerate([*routes, *reserve]):
+            if number >= len(routes) and self._deadline.expired:
+                break
+            self.used = route
             receivers = self._receivers
             if self._failed:
                 known = known_receivers(self._routes)
@@ -91,10 +103,11 @@ class Update:
                     # Nothing was lost but the word that all of them have it.
                     self.used = self._failed[-1][0]
                     return self._nothing_more()
-            published = self._attempt(self.used, receivers, len(left))
+            left = routes[number + 1 :]
+            published = self._attempt(route, receivers, len(left))
             if published is not None:
                 if not published.skipped:
-                    published = self._sent_on(published, self.used, [*left, *others])
+                    published = self._sent_on(published, route, [*left, *others])
                 return replace(published, scheme=self._way(), notes=tuple(self.notes))
         again = ", once more, the way it went before" if others else ""
         raise as_one(self._failed, f"version {self._version.number} could not be sent{again}")
