@@ -88,7 +88,7 @@ def _write_one(
     spec = inventory.manifest.tensors[number]
     address = plain_address(tensor, spec.dtype)
     if address:
-        writer.write([number], [address])
+        writer.write_part(number, 0, spec.nbytes, address)
         return
     for offset, part in _parts(tensor, spec.dtype, spec.name):
         writer.write_part(number, offset, part.nbytes, part.data_ptr())

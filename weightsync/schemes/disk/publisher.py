@@ -38,6 +38,9 @@ from weightsync.version import Version
 if TYPE_CHECKING:
     from weightsync.schemes.disk import DiskScheme
 
+_WRITES = 4
+"""Under way at one time, at least: a disk is slow with one, and waiting threads are cheap."""
+
 log = logging.getLogger("weightsync")
 
 
@@ -58,7 +61,7 @@ class DiskPublisher(Publisher):
         self._last: Version | None = None
         # Answers to an earlier attempt at the head's version, which do not count for this one.
         self._stale: Mapping[str, bytes] = {}
-        self._copier = Copier(scheme.threads)
+        self._copier = Copier(scheme.threads or max(_WRITES, Copier().threads))
 
     def open(self, deadline: Deadline, epoch: int | None = None) -> int:
         if not self._ownership.held:

@@ -56,12 +56,14 @@ def write_version(
     with ExitStack() as opened:
         targets = []
         for shard in checkpoint.layout.shards:
-            targets.append(Target(directory, shard, scheme.writes_direct(shard.size)))
+            targets.append(
+                Target(directory, shard, scheme.writes_direct(shard.size), scheme.durable)
+            )
             opened.callback(targets[-1].close)
         writer = VersionWriter(checkpoint, targets, copier)
         extract = write_all(writer, inventory, deadline)
         digests = writer.digests()
-        copier.each(len(targets), lambda which: targets[which].finish(scheme.durable))
+        copier.each(len(targets), lambda which: targets[which].finish())
     files = {name: data for name, data in inventory.extras().items() if names.is_extra(name)}
     if checkpoint.index is not None:
         files[names.INDEX] = checkpoint.index

@@ -14,8 +14,8 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 from weightsync.chunks import CHUNK, Addresses, Copier, Digests, Rows, move
 from weightsync.errors import NoRoomError
 from weightsync.files import FULL, Directory
+from weightsync.schemes.disk.buffer import Buffer
 from weightsync.schemes.disk.layout import PAGE, Checkpoint, Shard
 
 BLOCK = 4 * CHUNK
@@ -34,30 +35,39 @@ _WAITING = 8
 
 
 class Target:
-    """A file that is being written, with all of its room allocated.
+    """A file that is being written.
 
     Args:
-        direct: write past the page cache, if the file system lets us.
+        direct: write past the page cache, if the file system lets us; into room that is allocated
+            now. (Pages of the cache are written faster to room that the file system chooses last.)
 
     Raises:
         NoRoomError: there is too little room for it.
     """
 
-    def __init__(self, directory: Directory, shard: Shard, direct: bool) -> None:
+    def __init__(self, directory: Directory, shard: Shard, direct: bool, durable: bool) -> None:
+        self._durable = durable
         self.name = f"{directory.path}/{shard.name}"
         self.size = shard.size
         self._fd = directory.open_file(shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._direct = direct and self._set_direct()
         try:
-            # Direct writes are of whole pages: the last one is cut off in the end.
             with self._room():
-                os.posix_fallocate(self._fd, 0, -(-shard.size // PAGE) * PAGE)
-            self._direct = direct
-            if direct:
-                with contextlib.suppress(OSError):  # a file system without
-                    fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+                if self._direct:
+                    # Direct writes are of whole pages: the last one is cut off in the end.
+                    os.posix_fallocate(self._fd, 0, -(-shard.size // PAGE) * PAGE)
+                else:
+                    os.ftruncate(self._fd, shard.size)
         except BaseException:
             self.close()
             raise
+
+    def _set_direct(self) -> bool:
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError:
+            return False
+        return True
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Write whole pages at a multiple of a page."""
@@ -72,6 +82,9 @@ class Target:
                     self._direct = False
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
                     continue
+                if self._durable and not self._direct:
+                    # Has the kernel begin to write, instead of leaving it all to the last moment.
+                    os.posix_fadvise(self._fd, offset, written, os.POSIX_FADV_DONTNEED)
                 buffer, offset = buffer[written:], offset + written
 
     def read(self, buffer: memoryview, offset: int) -> None:
@@ -82,11 +95,11 @@ class Target:
                 raise OSError(errno.EIO, f"{self.name} ends at {offset}")
             buffer, offset = buffer[count:], offset + count
 
-    def finish(self, durable: bool) -> None:
-        """Give it its size, and have it on the disk."""
+    def finish(self) -> None:
+        """Give it its size, and have it on the disk if it is to be durable."""
         with self._room():
             os.ftruncate(self._fd, self.size)
-            if durable:
+            if self._durable:
                 os.fsync(self._fd)
 
     @contextlib.contextmanager
@@ -104,14 +117,6 @@ class Target:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-class Buffer:
-    """A block's worth of memory, at a multiple of a page."""
-
-    def __init__(self) -> None:
-        self.bytes = memoryview(mmap.mmap(-1, BLOCK))
-        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.bytes))
 
 
 class _Blocks:
@@ -153,6 +158,7 @@ class VersionWriter:
         self._headers = checkpoint.headers
         self._copier = copier
         self._blocks = blocks = _Blocks(layout.shards)
+        self._starts: list[int] = blocks.position.tolist()
         count = len(layout.manifest.tensors)
         self._positions = np.zeros(count, dtype=np.int64)
         self._sizes = np.array([spec.nbytes for spec in layout.manifest.tensors], dtype=np.int64)
@@ -192,7 +198,15 @@ class VersionWriter:
     def write_part(self, tensor: int, offset: int, nbytes: int, address: int) -> None:
         """Write some bytes of a tensor, beginning ``offset`` bytes after its own beginning."""
         position = int(self._positions[tensor]) + offset
-        self._write(*(np.array([value], dtype=np.int64) for value in (position, nbytes, address)))
+        block = bisect_right(self._starts, position) - 1
+        at = position - self._starts[block]
+        if at + nbytes <= BLOCK and nbytes < self._payload[block]:  # a small one, of many perhaps
+            buffer = self._take_in_turn(block)
+            ctypes.memmove(buffer.address + at, address, nbytes)
+            self._give_back(block, buffer, nbytes)
+        else:
+            one = (np.array([value], dtype=np.int64) for value in (position, nbytes, address))
+            self._write(*one)
 
     def _write(self, positions: Addresses, sizes: Addresses, addresses: Addresses) -> None:
         order = np.argsort(positions, kind="stable")
@@ -224,27 +238,26 @@ class VersionWriter:
         self._copier.each(len(whole), work)
         for index in np.flatnonzero(~is_whole).tolist():
             block = numbers[index]
-            buffer = self._waiting.pop(block, None) or self._take_in_turn(block)
+            buffer = self._take_in_turn(block)
             gather(index, buffer)
-            self._left[block] -= given[index]
-            if self._left[block] == 0:
-                self._complete(block, buffer)
-            else:
-                self._waiting[block] = buffer
+            self._give_back(block, buffer, given[index])
 
     def _take(self, block: int) -> Buffer:
         """A buffer that holds what a block has besides tensors: its part of a header."""
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = Buffer()
+            buffer = Buffer(BLOCK)
         offset = int(self._blocks.offset[block])
         header = self._headers[self._blocks.shard[block]][offset : offset + BLOCK]
         buffer.bytes[: len(header)] = header
         return buffer
 
     def _take_in_turn(self, block: int) -> Buffer:
-        """A buffer for a block that is going to wait; another one may have to make room for it."""
+        """A buffer for a block that is not whole yet; another one may have to make room for it."""
+        waiting = self._waiting.pop(block, None)
+        if waiting is not None:
+            return waiting
         if len(self._waiting) >= _WAITING:
             longest = next(iter(self._waiting))
             spilled = self._waiting.pop(longest)
@@ -258,6 +271,14 @@ class VersionWriter:
                 buffer.bytes[: self._pages(block)], int(self._blocks.offset[block])
             )
         return buffer
+
+    def _give_back(self, block: int, buffer: Buffer, given: int) -> None:
+        """Some bytes of a block have come: it is whole, or waits for more."""
+        self._left[block] -= given
+        if self._left[block] == 0:
+            self._complete(block, buffer)
+        else:
+            self._waiting[block] = buffer
 
     def _complete(self, block: int, buffer: Buffer) -> None:
         """Digest and write a whole block."""
