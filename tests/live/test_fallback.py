@@ -246,7 +246,9 @@ class TestBroadcastFirst:
     @pytest.fixture
     def scheme(self, run_dir):
         nccl = ws.NCCLScheme(backend="gloo", bucket_mb=1, peer_timeout=2.0)
-        return ws.FallbackScheme([nccl, ws.DoubleBufferScheme(run_dir, slots=4)], retry_after=1.0)
+        return ws.FallbackScheme(
+            [nccl, ws.DoubleBufferScheme(run_dir, slots=4)], retry_after=1.0, attempt_timeout=5.0
+        )
 
     def test_it_is_used_while_it_works(self, peer, scheme):
         writer = peer()
