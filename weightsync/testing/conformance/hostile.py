@@ -146,8 +146,8 @@ def try_to_receive(state: Any, scheme: WeightSyncScheme, timeout: float) -> obje
         receiver.connect(timeout)
         receiver.apply_weights(timeout=timeout)
     except WeightSyncError:
-        value = value_of(weights)
-        return "refused" if value == -1 else f"refused, and left {value} behind"
+        known = value_of(weights) == -1 or receiver.status().state == "unusable"
+        return "refused" if known and not receiver.ready else f"refused: {receiver.status()}"
     finally:
         receiver.shutdown()
     return value_of(weights)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weightsync.report import SyncReport
+from weightsync.scheme import WeightSyncScheme
 from weightsync.testing import roles, weights
 from weightsync.testing.conformance.base import Conformance, Run, refusal
 from weightsync.testing.processes import Peer, PeerError
@@ -65,6 +66,10 @@ class RoundTrip(Conformance):
         """X4: no name is a path, too long, or one of somebody's own."""
         _, _, different = carry(run, weights.named, *weights.HOSTILE_NAMES)
         assert different == {}
+
+    def test_both_ends_in_one_process(self, run: Run) -> None:
+        """A trainer that generates itself: each update is applied when it returns."""
+        assert run.peer().call(update_attached, run.scheme, 3) == [(1, 1), (2, 2), (3, 3)]
 
     def test_ties_are_sent_once(self, run: Run) -> None:
         """T1."""
@@ -129,6 +134,22 @@ class RoundTrip(Conformance):
         receiver.start(roles.poll)
         sender.call(roles.publish, 2)
         assert receiver.result() == (2, 2)
+
+
+def update_attached(state: Any, scheme: WeightSyncScheme, last: int) -> roles.Seen:
+    """Send to a receiver of this process: the version it holds after each update, and the value."""
+    roles.send_from(state, scheme)
+    target = weights.constants(-1)
+    receiver = scheme.create_receiver(target)
+    state.sender.attach(receiver)
+    seen: roles.Seen = []
+    for number in range(1, last + 1):
+        roles.publish(state, number)
+        assert receiver.version is not None
+        seen.append((receiver.version.number, weights.value_of(target)))
+    receiver.shutdown()
+    state.sender.shutdown()
+    return seen
 
 
 def publish_counted(state: Any, number: int, tensors: int, nbytes: int) -> int:
