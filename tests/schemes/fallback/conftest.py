@@ -34,5 +34,7 @@ class Two(Ends):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Look for senders in short looks: threads that do so end soon after each test."""
+    """Short waits, so that tests of them are quick and their threads end soon after each test."""
     monkeypatch.setattr("weightsync.schemes.fallback.link._LOOK", 0.1)
+    monkeypatch.setattr("weightsync.schemes.fallback.answers._ARRIVING", 0.5)
+    monkeypatch.setattr("weightsync.run.ownership.BUSY_SECONDS", 0.2)

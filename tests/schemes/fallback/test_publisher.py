@@ -19,6 +19,7 @@ from weightsync.engines.module import ModuleEngine
 from weightsync.files import Directory
 from weightsync.manifest import Manifest
 from weightsync.schemes.double_buffer import publisher
+from weightsync.weight import Weight
 
 
 def weights(value):
@@ -148,6 +149,7 @@ def hangs(two, monkeypatch):
         raises(OSError("stale file handle"), "OSError: stale file handle"),
         raises(ConnectionResetError("reset"), "ConnectionResetError: reset"),
         raises(NotImplementedError("no such device"), "NotImplementedError: no such device"),
+        raises(RuntimeError("NCCL error"), "RuntimeError: NCCL error"),
     ],
 )
 def test_a_scheme_that_fails(two, monkeypatch, fault):
@@ -228,10 +230,11 @@ def test_what_is_wrong_with_the_call_is_said_at_once(two):
     assert toy.ASKED == ["one"]
 
 
-def test_an_interrupt_is_no_fault_of_a_scheme(two):
-    toy.FAULTS["one"] = toy.raising(KeyboardInterrupt())
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TypeError])
+def test_interrupts_and_bugs_are_no_faults_of_a_scheme(two, error):
+    toy.FAULTS["one"] = toy.raising(error())
     sender = two.sender()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         update(sender, 1, wait="published")
     assert toy.ASKED == ["one"]
     toy.FAULTS.clear()
@@ -775,6 +778,22 @@ def test_weights_that_fail_are_no_fault_of_a_scheme(two, error):
         sender.update_weights(stream, version=1)
     assert toy.ASKED == ["one"]
     assert update(sender, 2, wait="published").scheme == "fallback:toy"
+
+
+class Cursed(Weight):
+    """A tensor that cannot be made."""
+
+    dtype = torch.float32
+    shape = (3,)
+
+    def read(self):
+        raise RuntimeError("out of memory")
+
+
+def test_a_tensor_that_cannot_be_made_is_no_fault_of_a_scheme(two):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        two.sender().update_weights({"a": torch.ones(3), "b": Cursed()}, version=1)
+    assert toy.ASKED == ["one"]
 
 
 def test_memory_stays_bounded(two, monkeypatch):

@@ -26,16 +26,13 @@ class Rereadable:
         self._attempts = 0
         self._count = 0
         self.error: Exception | None = None
-        if inventory.rest is not None:
-            inventory = replace(inventory, rest=self._stream)
-        self.source: WeightSource = Looked(inventory)
+        self.source: WeightSource = Looked(replace(inventory, rest=self._stream))
 
     def _stream(self) -> Iterator[Entry]:
-        assert self._inventory.rest is not None
         self._attempts += 1
         self._count = 0
         try:
-            yield from map(self._counted, self._inventory.rest())
+            yield from map(self._counted, self._inventory.stream())
             self._require_all()
         except Exception as error:
             self.error = error

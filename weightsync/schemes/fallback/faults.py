@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
-from weightsync.errors import WeightSyncError
-
-FAULTS = (WeightSyncError, OSError, NotImplementedError)
-"""What a scheme raises when it cannot do its work; anything else is not its own."""
+FAULTS = (RuntimeError, OSError)
+"""What a scheme raises when it cannot do its work: all errors of this library and of torch, and
+those of the system. Anything else is an error in a program, and goes its way."""
 
 
 def words_of(error: BaseException) -> str:
