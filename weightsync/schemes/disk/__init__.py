@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weightsync.errors import SchemeError
+from weightsync.files import Directory
 from weightsync.run.path import run_path
+from weightsync.run.records import MAX_RECORD
 from weightsync.scheme import WeightSyncScheme, register_scheme
+from weightsync.schemes.disk import names
+from weightsync.schemes.disk.commit import Commit
 from weightsync.schemes.disk.publisher import DiskPublisher
 from weightsync.schemes.disk.subscriber import DiskSubscriber
 from weightsync.transport import Publisher, Subscriber
+from weightsync.version import Version
 
 __all__ = ["DiskScheme"]
 
@@ -73,6 +78,23 @@ class DiskScheme(WeightSyncScheme):
 
     def create_subscriber(self, receiver: str | None = None) -> Subscriber:
         return DiskSubscriber(self, receiver)
+
+    def newest(self) -> Version | None:
+        """The newest version there is, whether or not its sender is alive; None before the first.
+
+        Raises:
+            ProtocolError: ``HEAD`` is malformed.
+        """
+        path = self.reader_path or self.path
+        try:
+            data = Directory.open(path).read(names.HEAD, MAX_RECORD)
+        except FileNotFoundError:
+            return None
+        return Commit.from_json(data, f"{path}/{names.HEAD}").version
+
+    def directory(self, version: Version) -> str:
+        """Where a version lies while it is kept: a directory for ``from_pretrained``."""
+        return f"{self.reader_path or self.path}/{names.version_name(version)}"
 
     def writes_direct(self, nbytes: int) -> bool:
         """Whether a file of that many bytes is written past the page cache."""
