@@ -491,7 +491,7 @@ def test_words_that_make_no_sense_end_a_connection_and_nothing_else(scheme, send
 
     where = Endpoint("127.0.0.1", scheme.port)
     said = report_to_json(ReceiverReport("x", "connected")).decode()
-    good = {"role": "receiver", "receiver": "x", "workers": 1, "report": said}
+    good = {"role": "receiver", "receiver": "x", "workers": 1, "report": said, "host": "h", "pid": 1}
     for change in (
         {"role": "king"},
         {"receiver": "../x"},

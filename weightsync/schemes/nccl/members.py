@@ -59,7 +59,8 @@ class Member:
         instance: what tells a receiver that comes back from another of the same name.
         told: the last version it was told of.
         announced, reported: when it was told, and when it last reported, in steps of one counter.
-        left: it has said goodbye. said: its death was reported. anonymous: it gets versions, and is not asked what of them.
+        left: it has said goodbye. said: its death was reported.
+        silent: it gets versions, but has not said where it stands, and may never do.
     """
 
     id: str
@@ -74,7 +75,7 @@ class Member:
     reported: int = 0
     left: bool = False
     said: bool = False
-    anonymous: bool = False
+    silent: bool = True
     fingerprint: str = ""
 
     @property
@@ -137,13 +138,17 @@ class Members:
                 f"receiver {receiver!r} has {workers} processes; gpus_per_replica= says "
                 f"{', '.join(map(str, self._workers))}"
             )
-        first = report_from_json(hello["report"].encode(), f"receiver {receiver!r}")
+        first = hello["report"]
+        host, pid = str(hello["host"]), int(hello["pid"])
+        report = ReceiverReport(receiver, "connected", host=host, pid=pid)
+        if first is not None:
+            report = report_from_json(first.encode(), f"receiver {receiver!r}")
         with self.changed:
             former = self._by_id.get(receiver)
             if former is not None and former.connection is not None:
                 self._require_dead(former.connection, receiver)
-            member = Member(receiver, workers, replace(first, receiver=receiver), connection)
-            member.anonymous = hello.get("anonymous") is True
+            member = Member(receiver, workers, replace(report, receiver=receiver), connection)
+            member.silent = first is None
             member.instance = str(hello.get("instance"))
             for key, peer in list(self._early.items()):
                 if key[0] == receiver:
@@ -182,6 +187,7 @@ class Members:
                 member.report = replace(said, receiver=member.id)
                 self._steps += 1
                 member.reported = self._steps
+                member.silent = False
             elif message["op"] == "bye":
                 member.left = True
             self.changed.notify_all()
@@ -258,9 +264,11 @@ class Members:
             require_distinct(devices)
         except SchemeError as error:
             words = str(error)
-            self._by_id.setdefault(
-                peer.receiver, Member(peer.receiver, peer.size, _failed(peer, words), None)
-            ).report = _failed(peer, words)
+            member = self._by_id.get(peer.receiver)
+            if member is None:
+                member = Member(peer.receiver, peer.size, _failed(peer, words), None)
+                self._by_id[peer.receiver] = member
+            member.report, member.silent = _failed(peer, words), False
             self.changed.notify_all()
             raise Refused(words) from None
 
@@ -299,7 +307,7 @@ class Members:
         return [
             self.report_of(member)
             for member in self.known()
-            if not member.left and not member.anonymous
+            if not member.left and not member.silent
         ]
 
     def report_of(self, member: Member) -> ReceiverReport:
@@ -345,7 +353,7 @@ class Members:
             if receivers is not None:
                 return [member for id in receivers if (member := self._by_id.get(id))]
             # Those that it was sent to; one that came later gets the next.
-            sent = [m for m in self.known() if m.told and m.told[0] == version and not m.anonymous]
+            sent = [m for m in self.known() if m.told and m.told[0] == version and not m.silent]
             return [m for m in sent if not m.left or self._answered(m, version)]
 
         def all_answered() -> bool:

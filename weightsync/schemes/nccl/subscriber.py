@@ -37,9 +37,7 @@ class NCCLSubscriber(Subscriber):
         self._workers = 0
         self._link: Link | None = None
         self._reader: Reader | None = None
-        self._said = ReceiverReport(
-            self._receiver, "connected", host=socket.gethostname(), pid=os.getpid()
-        )
+        self._said: ReceiverReport | None = None
         self._changed = threading.Condition()
         self._newest: Version | None = None
         self._manifest: Manifest | None = None
@@ -62,10 +60,11 @@ class NCCLSubscriber(Subscriber):
         return {
             "role": "receiver",
             "receiver": self._receiver,
-            "anonymous": self._anonymous,
             "instance": self._instance,
             "workers": self._workers or 1,
-            "report": report_to_json(self._said).decode(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "report": None if self._said is None else report_to_json(self._said).decode(),
         }
 
     def _heard(self, connection: Connection, message: Message) -> None:
@@ -132,7 +131,8 @@ class NCCLSubscriber(Subscriber):
         link, self._link = self._link, None
         reader, self._reader = self._reader, None
         if link is not None:
-            if self._said.state != "failed":  # the sender may be about to read why
+            # Of one that failed in its set-up the sender may be about to read why.
+            if self._said is None or self._said.state != "failed":
                 link.tell({"op": "bye"})
             link.close()
         if reader is not None:
