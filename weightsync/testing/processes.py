@@ -32,6 +32,8 @@ CONTEXT.set_forkserver_preload(
         "weightsync.engines",
         "weightsync.receiver",
         "weightsync.sender",
+        "weightsync.testing.roles",
+        "weightsync.testing.engines",
     ]
 )
 
