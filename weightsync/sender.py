@@ -16,7 +16,13 @@ import torch
 from typing_extensions import Self
 
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineError, ReceiverError, SourceError, WeightSyncError
+from weightsync.errors import (
+    DeadlineError,
+    ReceiverError,
+    SourceError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.manifest import Manifest
 from weightsync.ranks import Ranks
 from weightsync.receiver import Receiver
@@ -78,6 +84,7 @@ class Sender:
         self._source: WeightSource | None = None
         self._epoch: int | None = None
         self._version: Version | None = None
+        self._tried = -1
         self._attached: list[Receiver] = []
         self._busy = threading.Lock()
         self._updating: int | None = None
@@ -275,10 +282,14 @@ class Sender:
             else:
                 _require_whole(inventory)
                 published = self._publisher.publish(new, Looked(inventory), deadline, receivers)
+        except (SourceError, VersionError):
+            raise
         except WeightSyncError:
+            # It may have arrived at some: a number that counts on must be another.
+            self._tried = new.number
             raise
         except BaseException:
-            # It may have been announced just before: a number that counts on must be another.
+            # It may have been announced just before.
             self._version = new
             raise
         report = SyncReport(
@@ -304,7 +315,7 @@ class Sender:
 
     def _next_number(self, version: int | None) -> int:
         if version is None:
-            return self._version.number + 1 if self._version else 0
+            return max(self._version.number if self._version else -1, self._tried) + 1
         whole = hasattr(version, "__index__") and not isinstance(version, bool)
         if not whole or operator.index(version) < 0:
             raise ValueError(f"version={version!r}: a step number, not negative")

@@ -153,6 +153,19 @@ def test_a_receiver_dies_while_it_applies(peer, two, broken):
     assert way == ("fallback:toy#2" if broken else "fallback:toy")
 
 
+def test_a_receiver_dies_that_only_a_broken_scheme_led_to(peer, two):
+    """It is told of once, though nothing was sent to it."""
+    writer, victim = peer(), peer()
+    writer.call(send_from, two)
+    followers(peer, two, "other")
+    victim.call(receive_in, two.schemes[0], "victim")
+    writer.call(break_down, "one")
+    victim.kill()
+    with pytest.raises(PeerError, match=rf"'victim' \(pid {victim.pid} .*dead"):
+        writer.call(publish_and_tell, 1)
+    assert writer.call(publish_and_tell, 2)[2] == {"other": ("applied", 2)}
+
+
 def publish_and_hang(state, number):
     """Write half of a version, and stay there."""
     weights = constants(number)

@@ -201,6 +201,24 @@ def test_none_works(two):
     assert value_of(receiver) == 1
 
 
+def test_a_number_that_failed_is_not_given_to_other_weights(two):
+    """It may have reached an engine, which would take what comes next for the same."""
+    sender, receiver = two.sender(), two.receiver(Counting(weights(0)), id="r")
+
+    def fault(publish, version, deadline, receivers):
+        publish()
+        raise OSError("a cable")
+
+    toy.FAULTS.update(one=fault, two=toy.raising(OSError("a switch")))
+    with pytest.raises(ws.WeightSyncError, match="a switch"):
+        sender.update_weights(weights(1))
+    assert receiver.poll_and_apply(WAIT).version.number == 0
+    toy.FAULTS.clear()
+    sender.update_weights(weights(2))
+    assert receiver.poll_and_apply(WAIT).version.number == 1
+    assert value_of(receiver) == 2
+
+
 @pytest.mark.parametrize("error", [ws.DeadlineError, ws.NoRoomError, ws.SenderBusyError])
 def test_errors_that_agree_stay_of_their_kind(two, error):
     toy.FAULTS["one"] = toy.FAULTS["two"] = toy.raising(error("why"))

@@ -6,6 +6,7 @@ in the same call. Receivers listen to all of them, so nobody has to tell them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from weightsync.scheme import (
     scheme_from_dict,
     scheme_from_url,
 )
+from weightsync.schemes.fallback.faults import FAULTS, words_of
 from weightsync.schemes.fallback.link import Link
 from weightsync.schemes.fallback.publisher import FallbackPublisher
 from weightsync.schemes.fallback.route import Route
@@ -26,6 +28,8 @@ from weightsync.schemes.fallback.subscriber import FallbackSubscriber
 from weightsync.transport import Publisher, Subscriber
 
 __all__ = ["FallbackScheme"]
+
+log = logging.getLogger("weightsync")
 
 _SEPARATORS = {",": "%2C", ";": "%3B"}
 
@@ -83,17 +87,24 @@ class FallbackScheme(WeightSyncScheme):
         return FallbackPublisher(routes, self.retry_after, self.attempt_timeout)
 
     def create_subscriber(self, receiver: str | None = None) -> Subscriber:
-        return self._subscriber([s.create_subscriber(receiver) for s in self.schemes])
+        subscribers = [scheme.create_subscriber(receiver) for scheme in self.schemes]
+        return FallbackSubscriber(list(map(Link, self.names, subscribers)))
 
     def for_workers(self, receiver: str) -> FallbackScheme:
         schemes = [scheme.for_workers(receiver) for scheme in self.schemes]
         return FallbackScheme(schemes, self.retry_after, self.attempt_timeout)
 
     def create_reader(self, rank: int, size: int) -> Subscriber:
-        return self._subscriber([s.create_reader(rank, size) for s in self.schemes])
-
-    def _subscriber(self, subscribers: Sequence[Subscriber]) -> Subscriber:
-        links = [Link(n, s) for n, s in zip(self.names, subscribers, strict=True)]
+        links: list[Link] = []
+        failed: list[Exception] = []
+        for name, scheme in zip(self.names, self.schemes, strict=True):
+            try:
+                links.append(Link(name, scheme.create_reader(rank, size)))
+            except FAULTS as error:  # a worker without a GPU, say
+                log.warning("%s is of no use here: %s", name, words_of(error))
+                failed.append(error)
+        if not links:
+            raise failed[0]
         return FallbackSubscriber(links)
 
     # ---------------------------------------------------------------- URL and dict

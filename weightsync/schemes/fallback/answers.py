@@ -131,9 +131,12 @@ class Answers:
     def _counts(self, id: str, said: Said) -> bool:
         if not said:
             return False  # signed off
-        sent = any(self._sent.is_sent(id, route) for route in said)
-        held = any(holds(report, self._version) for report in said.values())
-        return sent or held or id in self._sent.unreached or id in self._sent.lost
+        report = latest(said.values())
+        if holds(report, self._version) or not is_alive(report):
+            return True
+        if id in self._sent.unreached or id in self._sent.lost:
+            return True
+        return any(self._sent.is_sent(id, route) for route in said)
 
     def _is_lost(self, report: ReceiverReport) -> bool:
         """Whether nothing is to be expected of it."""

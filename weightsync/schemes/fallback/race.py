@@ -49,7 +49,7 @@ def first_snapshot(
 class _Race:
     """One question to all. Each may take as long as it likes; nobody waits for the others.
 
-    A scheme that still looks for what it was asked for the last time is not asked.
+    A scheme that still looks for what it was asked for the last time is asked when it is done.
     """
 
     def __init__(self, links: Sequence[Link], version: Version, deadline: Deadline) -> None:
@@ -65,12 +65,11 @@ class _Race:
     def run(self) -> Snapshot:
         try:
             for link in self._links:
-                if link.asked.acquire(blocking=False):
-                    self._asked += 1
-                    name = f"weightsync asks {link.name}"
-                    threading.Thread(target=self._ask, args=(link,), name=name, daemon=True).start()
-                    if self._wait(_HEAD_START):
-                        break
+                self._asked += 1
+                name = f"weightsync asks {link.name}"
+                threading.Thread(target=self._ask, args=(link,), name=name, daemon=True).start()
+                if self._wait(_HEAD_START):
+                    break
             self._wait(self._deadline.remaining)
             with self._changed:
                 won, self._won = self._won, None
@@ -95,7 +94,12 @@ class _Race:
             return self._won is not None
 
     def _ask(self, link: Link) -> None:
+        while not link.asked.acquire(timeout=_PAUSE):
+            if self._over:
+                return
         try:
+            if self._over:
+                return
             snapshot = link.snapshot(self._version, self._deadline)
         except Exception as error:
             with self._changed:
@@ -116,7 +120,7 @@ class _Race:
         others = [error for _, error in self._errors if not isinstance(error, VersionGoneError)]
         if others:
             return others[0]
-        if late or not self._asked:
+        if late:
             return DeadlineError(
                 f"version {self._version} did not come through "
                 f"{', '.join(link.name for link in self._links)} within "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -125,14 +126,24 @@ class FallbackSubscriber(Subscriber):
     def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
         if not self._opened:  # a reader: who announced the version is not known here
             return first_snapshot(self._links, version, deadline, _ELSEWHERE)
-        offering = [link for link in self._links if link.offers(version)]
         try:
-            return first_snapshot(offering or self._attached(), version, deadline)
+            return first_snapshot(self._offering(version), version, deadline)
         except FAULTS as error:
             if deadline.expired or isinstance(error, VersionGoneError):
                 raise
             # A sender that noticed goes on with the next scheme: it is worth looking again.
             raise VersionGoneError(f"version {version} did not arrive: {error}") from error
+
+    def _offering(self, version: Version) -> list[Link]:
+        """The schemes in which it is the newest version; if there are none, any may have it."""
+        for look_again in (False, True):
+            if look_again:
+                with contextlib.suppress(*FAULTS):
+                    self._newer(None)
+            offering = [link for link in self._links if link.offers(version)]
+            if offering:
+                return offering
+        return self._attached()
 
     # ---------------------------------------------------------------- the end
 

@@ -212,7 +212,7 @@ class Update:
             return None
         try:
             return self._attempt(route, receivers, left)
-        except WeightSyncError as error:
+        except Exception as error:
             self.note(f"{route.name} was of no use: {words_of(error)}")
             return None
 
