@@ -83,9 +83,9 @@ def test_every_worker_of_a_replica_is_a_rank(tmp_path):
                 assert [r.version.number for r in report.receivers] == [number]
                 assert greedy(llm) == expected(model)
             # One that does not fit is refused; the workers still have the last good version.
+            state = dict(model.state_dict())
+            state["model.layers.1.mlp.down_proj.weight"] = state["model.norm.weight"]
             with pytest.raises(ws.ReceiverError, match="down_proj"):
-                state = dict(model.state_dict())
-                state["model.layers.1.mlp.down_proj.weight"] = state["model.norm.weight"]
                 sender.update_weights(state, version=4)
             assert greedy(llm) == expected(model)
             last = make_model(config, 5)

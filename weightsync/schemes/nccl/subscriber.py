@@ -109,10 +109,12 @@ class NCCLSubscriber(Subscriber):
             # What was announced is here already; what was not may just be arriving.
             return self._reader.lease(version, Deadline(0) if newer else deadline)
         with self._changed:
-            manifest = self._manifests.get(version)
-        if manifest is None:
-            raise VersionGoneError(f"version {version} has not arrived here, or is gone")
-        return DescribedSnapshot(version, manifest)
+            # The sender may have told others of it that have passed the word on.
+            while version not in self._manifests:
+                if deadline.expired or (self._newest is not None and self._newest > version):
+                    raise VersionGoneError(f"version {version} has not arrived here, or is gone")
+                self._changed.wait(min(0.1, max(deadline.remaining, 0.001)))
+            return DescribedSnapshot(version, self._manifests[version])
 
     def acknowledge(self, report: ReceiverReport) -> None:
         if self._anonymous:
