@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import signal
 import stat
 import time
 
@@ -82,6 +83,17 @@ def test_the_clock_goes_back_and_forth():
     with faults.clock_back(3600.0):
         behind = time.time()
     assert 3599.0 < time.time() - behind < 3700.0
+
+
+@pytest.mark.live
+def test_a_process_is_killed_also_where_it_stands():
+    for before in faults.stop, lambda pid: None:
+        peer = Peer()
+        before(peer.pid)
+        faults.kill(peer.pid)
+        peer.process.join(10.0)
+        assert peer.process.exitcode == -signal.SIGKILL
+        peer.dispose()
 
 
 @pytest.mark.live

@@ -1,5 +1,6 @@
 """Faults, to be injected into processes and files: what goes wrong in real runs.
 
+``kill``                    a process is gone at once
 ``stop``, ``stalled``       a process stands still
 ``corrupt``, ``truncate``,  a stored file is not what was written
 ``replace``
@@ -38,6 +39,13 @@ class UnavailableError(Exception):
 # -------------------------------------------------------------------- processes
 
 
+def kill(pid: int) -> None:
+    """End a process wherever it is, and wait until it is gone; its parent may have to reap it."""
+    os.kill(pid, signal.SIGKILL)
+    gone = Deadline(10.0).wait(lambda: _kernel_state(pid) in ("Z", "X", "") or None)
+    assert gone, f"pid {pid} does not end"
+
+
 def stop(pid: int) -> None:
     """Stop a process where it is, and wait until it stands; ``SIGCONT`` lets it go on."""
     os.kill(pid, signal.SIGSTOP)
@@ -56,8 +64,12 @@ def stalled(pid: int) -> Iterator[None]:
 
 
 def _kernel_state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
+    """A letter of proc_pid_stat(5); nothing if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 # -------------------------------------------------------------------- stored files
