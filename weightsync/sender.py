@@ -266,6 +266,8 @@ class Sender:
         if self._epoch is None:
             raise WeightSyncError("the sender was shut down")
         new = Version(self._epoch, self._next_number(version))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a tensor may still be computed on a stream of the trainer's
         try:
             inventory = source.inventory()
             looked = time.perf_counter() - began

@@ -150,12 +150,11 @@ class VLLMEngine(Engine):
         self._bounded(llm.llm_engine.reset_encoder_cache, deadline, "reset_encoder_cache")
 
     def label(self, version: Version | None) -> None:
+        say = getattr(self._llm, "update_weight_version", None)
+        if say is None:  # before vLLM 0.26 an LLM has no label
+            return
         words = str(version) if version else "unusable"
-        self._bounded(
-            lambda: self._llm.update_weight_version(words),
-            Deadline(_GRACE),
-            "update_weight_version",
-        )
+        self._bounded(lambda: say(words), Deadline(_GRACE), "update_weight_version")
 
     def resume(self) -> None:
         if not self._was_paused:

@@ -1,4 +1,4 @@
-"""Everything here depends on a vLLM release. Tried with 0.32.0 (CPU).
+"""Everything here depends on a vLLM release. Tried with 0.32.0 (CPU) and 0.25.1 (CUDA).
 
 vLLM's layerwise reload (``vllm.model_executor.model_loader.reload``) moves a layer's parameters
 to the meta device, buffers what ``load_weights`` brings, and processes the layer once all its
@@ -206,7 +206,7 @@ def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:
         own = info.kernel_tensors[0].values() if loading else layer.parameters(recurse=False)
         memory[name] = {tensor.data_ptr() for tensor in own if tensor.numel()}
         # Attention layers are processed last; their scales need not be in a checkpoint.
-        if loading and not layerwise.is_deferred_attention_layer(layer):
+        if loading and not _is_processed_last(layer):
             parts = _lacking_parts(layer, info)
             if parts:
                 lacking[name] = parts
@@ -219,8 +219,7 @@ def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:
 
 def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
     """Parameters that got nothing, and fused ones that did not get each of their parts."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
+    skipped = _skipped_tensors()
     loaded: dict[str, set[Any]] = {}
     for parameter, bound in info.loaded_weights:
         brought = loaded.setdefault(parameter, set())
@@ -233,7 +232,7 @@ def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
     lacking = []
     # Parameters only: buffers (rotary tables, ...) are mostly computed, not loaded.
     for parameter, tensor in layer.named_parameters(recurse=False):
-        if tensor.numel() == 0 or parameter in layerwise.SKIP_LOAD_TENSORS:
+        if tensor.numel() == 0 or parameter in skipped:
             continue
         parts = loaded.get(parameter)
         if parts is None:
@@ -242,6 +241,24 @@ def _lacking_parts(layer: nn.Module, info: Any) -> list[str]:
             missing = _expected_parts(layer, parameter) - parts
             lacking += [f"{parameter}[{part}]" for part in sorted(map(str, missing))]
     return lacking
+
+
+def _is_processed_last(layer: nn.Module) -> bool:
+    """Whether it is an attention layer, as vLLM sees it."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    is_attention = getattr(layerwise, "is_deferred_attention_layer", None)
+    if is_attention is not None:
+        return bool(is_attention(layer))
+    # 0.25: named in the place where it matters.
+    return isinstance(layer, (layerwise.Attention, layerwise.MLAAttention))
+
+
+def _skipped_tensors() -> set[str]:
+    """Names of tensors that no reload waits for."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    return set(getattr(layerwise, "SKIP_LOAD_TENSORS", getattr(meta, "SKIP_TENSORS", ())))
 
 
 def _part(bound: Any) -> Any:

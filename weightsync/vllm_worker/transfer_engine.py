@@ -164,6 +164,11 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             self._release()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.25 asks for it; a trainer uses a :class:`~weightsync.sender.Sender` instead."""
+        raise NotImplementedError("weights are sent by scheme.create_sender(model)")
+
     def shutdown(self) -> None:
         self._release()
         if self._subscriber is not None:

@@ -17,8 +17,10 @@ import torch
 import xxhash
 
 from weightsync.chunks import CHUNK, Addresses, Copier, Digests, Rows, move
-from weightsync.errors import CorruptError, ProtocolError, SourceError
-from weightsync.manifest import Manifest, ParamSpec, describe
+from weightsync.deadline import Deadline
+from weightsync.errors import CorruptError, ProtocolError
+from weightsync.intake import Intake, copy_tensor
+from weightsync.manifest import Manifest, ParamSpec
 from weightsync.source import Inventory
 from weightsync.tensors import plain_address
 
@@ -72,20 +74,29 @@ class Packer:
     """Packs one version.
 
     Args:
+        device: large tensors that lie there, or on the CPU, travel out of their own memory.
         next_buffer: gives a buffer for the next bucket that is packed, ``size`` bytes long.
         size: of a bucket at most, in bytes; a multiple of 1 MiB.
         digest: whether to make digests.
+        deadline: for the source.
+
+    Attributes:
+        seconds: that the source has taken.
     """
 
     def __init__(
         self,
         inventory: Inventory,
         copier: Copier,
+        device: torch.device,
         next_buffer: Callable[[], torch.Tensor],
         size: int,
         digest: bool,
+        deadline: Deadline,
     ) -> None:
         self._inventory = inventory
+        self._intake = Intake(inventory, inventory.streamed(), deadline)
+        self._device = device
         self._manifest = inventory.manifest
         self._copier = copier
         self._next_buffer = next_buffer
@@ -111,33 +122,40 @@ class Packer:
         addresses = self._inventory.addresses
         small = np.flatnonzero((addresses != 0) & (sizes > 0) & (sizes < DIRECT))
         yield from self._add(small, offsets[small], sizes[small], addresses[small])
-        for number in np.flatnonzero((addresses != 0) & (sizes >= DIRECT)).tolist():
-            yield from self._cut(number)
+        others = []
+        for number, value in enumerate(self._inventory.values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if sizes[number] >= DIRECT and self._is_plain(number, value):
+                yield from self._cut(number, value)
+            elif addresses[number] == 0:
+                others.append(number)
         if self._direct:
             yield self._bucket(self._direct)
-        for number, value in enumerate(self._inventory.values):
-            if isinstance(value, torch.Tensor) and addresses[number] == 0:
-                yield from self._add_tensor(number, value)
-        awaited = set(self._inventory.streamed())
-        index = {spec.name: number for number, spec in enumerate(specs)}
-        for name, tensor in self._inventory.stream():
-            number = index.get(name, -1)
-            if number not in awaited:
-                what = "sent twice" if number >= 0 else "not in the manifest"
-                raise SourceError(f"tensor {name!r} is {what}")
-            awaited.remove(number)
+        for number in others:
+            value = self._inventory.values[number]
+            assert isinstance(value, torch.Tensor)
+            yield from self._add_tensor(number, value)
+        for number, tensor in self._intake:
             yield from self._add_tensor(number, tensor)
             del tensor
-        if awaited:
-            names = ", ".join(repr(specs[number].name) for number in sorted(awaited)[:5])
-            raise SourceError(f"{len(awaited)} tensors of the manifest were not sent: {names} ...")
         if self._packing is not None:
             yield self._finished(self._packing)
 
-    def _cut(self, number: int) -> Iterator[Bucket]:
+    @property
+    def seconds(self) -> float:
+        return self._intake.seconds
+
+    def _is_plain(self, number: int, tensor: torch.Tensor) -> bool:
+        """Whether its memory is what is to be sent."""
+        if self._inventory.addresses[number]:
+            return True
+        plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        same = tensor.dtype == self._manifest.tensors[number].dtype
+        return plain and same and tensor.is_cuda and tensor.device == self._device
+
+    def _cut(self, number: int, tensor: torch.Tensor) -> Iterator[Bucket]:
         """A large tensor, out of its own memory."""
-        tensor = self._inventory.values[number]
-        assert isinstance(tensor, torch.Tensor)
         spec = self._manifest.tensors[number]
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         self._large.append((number, spec.nbytes))
@@ -278,8 +296,8 @@ class Summary:
 
 
 def digests_of(payload: torch.Tensor, copier: Copier) -> list[int]:
-    """XXH3 of each MiB of some bytes on the CPU."""
-    view = _view(payload)
+    """XXH3 of each MiB of some bytes."""
+    view = _view(payload.cpu())
     digests = [0] * -(-len(view) // CHUNK)
 
     def work(chunk: int) -> None:
@@ -303,29 +321,16 @@ def _extend(pieces: Pieces, offsets: Addresses, lengths: Addresses) -> None:
     pieces += added
 
 
-@torch.no_grad()
 def bytes_of(spec: ParamSpec, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values as the manifest wants them: its own memory where that is so, else a copy.
 
     Raises:
-        SourceError: it is not what the manifest says, or torch has no such conversion.
+        SourceError: torch has no such conversion.
     """
-    cast = tensor.dtype.is_floating_point and spec.dtype.is_floating_point
-    if tensor.shape != spec.shape or not (cast or tensor.dtype == spec.dtype):
-        sent = describe(tensor.dtype, tensor.shape)
-        raise SourceError(f"tensor {spec.name!r} is {sent}, its manifest says {spec}")
     if plain_address(tensor, spec.dtype) or spec.nbytes == 0:
         return tensor
     made = torch.empty(spec.shape, dtype=spec.dtype)
-    try:
-        made.copy_(tensor)
-    except NotImplementedError:
-        # int1 to int7 and uint1 to uint7 have no copy kernel; their bytes are whole, though.
-        if tensor.dtype != spec.dtype or spec.dtype.itemsize != 1:
-            raise SourceError(
-                f"tensor {spec.name!r}: torch cannot copy {tensor.dtype} to {spec.dtype}"
-            ) from None
-        made.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    copy_tensor(made, tensor, spec.name)
     return made
 
 

@@ -255,19 +255,16 @@ class Members:
 
     def _require_own_device(self, peer: Peer) -> None:
         devices = {"the trainer (rank 0)": self._device}
-        for member in self._by_id.values():
-            for other in member.peers.values():
-                if (other.receiver, other.rank) != (peer.receiver, peer.rank):
-                    devices[f"receiver {member.id!r}, rank {other.rank}"] = other.device
+        others = [other for member in self._by_id.values() for other in member.peers.values()]
+        for other in [*others, *self._early.values()]:
+            devices[f"receiver {other.receiver!r}, rank {other.rank}"] = other.device
         devices[f"receiver {peer.receiver!r}, rank {peer.rank}"] = peer.device
         try:
             require_distinct(devices)
         except SchemeError as error:
             words = str(error)
-            member = self._by_id.get(peer.receiver)
-            if member is None:
-                member = Member(peer.receiver, peer.size, _failed(peer, words), None)
-                self._by_id[peer.receiver] = member
+            new = Member(peer.receiver, peer.size, _failed(peer, words), None)
+            member = self._by_id.setdefault(peer.receiver, new)
             member.report, member.silent = _failed(peer, words), False
             self.changed.notify_all()
             raise Refused(words) from None

@@ -134,7 +134,7 @@ class NCCLPublisher(Publisher):
             deadline,
         )
         try:
-            summary = self._send(transfer, inventory, version, deadline)
+            summary, streamed = self._send(transfer, inventory, version, deadline)
         except BaseException as error:
             transfer.cancel()
             if isinstance(error, WeightSyncError) and not transfer.replicas:
@@ -153,18 +153,21 @@ class NCCLPublisher(Publisher):
             inventory.manifest.payload,
             len(inventory.manifest.tensors),
             changed,
-            looked,
-            time.perf_counter() - began - looked,
+            looked + streamed,
+            time.perf_counter() - began - looked - streamed,
             failures=failures,
         )
 
     def _send(
         self, transfer: Transfer, inventory: Inventory, version: Version, deadline: Deadline
-    ) -> Summary:
+    ) -> tuple[Summary, float]:
+        """Returns what was sent, and the seconds that the source took."""
         transfer.begin()
         digest = self._scheme.verify
         size = self._scheme.bucket_size
-        packer = Packer(inventory, self._copier, transfer.next_buffer, size, digest)
+        packer = Packer(
+            inventory, self._copier, self._device, transfer.next_buffer, size, digest, deadline
+        )
         for bucket in packer.buckets():
             transfer.send(bucket)
             if deadline.expired:
@@ -178,7 +181,7 @@ class NCCLPublisher(Publisher):
                 "receivers that hold it would never see these; use a newer number"
             )
         transfer.finish()
-        return summary
+        return summary, packer.seconds
 
     def _targets(
         self, members: Members, receivers: Sequence[str] | None, deadline: Deadline

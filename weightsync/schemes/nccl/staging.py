@@ -11,6 +11,7 @@ import torch
 from weightsync.chunks import Copier, Geometry
 from weightsync.deadline import Deadline
 from weightsync.errors import NoRoomError, VersionGoneError, WeightSyncError
+from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
 from weightsync.transport import Snapshot, Targets
 from weightsync.version import Version
@@ -185,7 +186,7 @@ class StagedSnapshot(Snapshot):
         self._copier.read(self._geometry, slot, targets.addresses, None)
         for name, target in targets.others.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
-            copy_values(target.data, self.tensor(name))
+            copy_tensor(target.data, self.tensor(name), name)
 
     def _require_open(self) -> None:
         if self._slot is None:
@@ -195,14 +196,6 @@ class StagedSnapshot(Snapshot):
         slot, self._slot = self._slot, None
         if slot is not None:
             self._staging.release(slot)
-
-
-@torch.no_grad()
-def copy_values(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    try:
-        into.copy_(tensor)
-    except NotImplementedError:  # int1 to uint7 have no copy kernel; their bytes are whole
-        into.view(torch.uint8).copy_(tensor.view(torch.uint8))
 
 
 class DescribedSnapshot(Snapshot):
