@@ -28,9 +28,12 @@ def test_versions_have_names(number, epoch):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1-2", "step-0000000001", "step-00000000001-2", "step-0000000001-02",
-             "step-0000000001-2\n", "xstep-0000000001-2", "step-000000000\u0661-2", "step--000000001-2",
-             "checkpoint-40", ".step-0000000001-2", ""],
+    "name",
+    [
+        "step-1-2", "step-0000000001", "step-00000000001-2", "step-0000000001-02",
+        "step-0000000001-2\n", "xstep-0000000001-2", "step-000000000\u0661-2",
+        "step--000000001-2", "checkpoint-40", ".step-0000000001-2", "",
+    ],
 )  # fmt: skip
 def test_other_names(name):
     assert names.version_of(name) is None
