@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -164,6 +166,39 @@ def test_a_receiver_dies_that_only_a_broken_scheme_led_to(peer, two):
     with pytest.raises(PeerError, match=rf"'victim' \(pid {victim.pid} .*dead"):
         writer.call(publish_and_tell, 1)
     assert writer.call(publish_and_tell, 2)[2] == {"other": ("applied", 2)}
+
+
+def lose_and_kill(state, id, pid):
+    """The first scheme loses a receiver because its process is gone; not all schemes know why."""
+
+    def fault(publish, version, deadline, receivers):
+        published = publish(["other"])
+        os.kill(pid, signal.SIGKILL)
+        dead = {id: "dead"}
+        eventually(lambda: dead.items() <= {r.receiver: r.state for r in known()}.items())
+        lost = ws.ReceiverReport(id, "waiting", error="no answer")
+        return replace(published, failures=(lost,))
+
+    def known():
+        return state.sender._publisher._routes[1].publisher.receivers()
+
+    toy.FAULTS["one"] = fault
+
+
+def test_a_receiver_that_died_is_not_sent_anything_another_way(peer, two):
+    writer, victim = peer(), peer()
+    writer.call(send_from, two)
+    followers(peer, two, "other")
+    victim.call(receive_in, two, "victim")
+    writer.call(lose_and_kill, "victim", victim.pid)
+    with pytest.raises(PeerError, match=r"'victim'.*no answer"):
+        writer.call(publish_and_tell, 1)
+    assert writer.call(attempts) == ["one"]
+    victim.process.join(WAIT)
+
+
+def attempts(state):
+    return toy.ASKED
 
 
 def publish_and_hang(state, number):

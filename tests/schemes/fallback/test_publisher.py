@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -305,6 +306,19 @@ def test_a_scheme_that_failed_is_tried_again_later(two, clock):
     assert receiver.engine.applied == [1, 2, 3, 4, 5]
 
 
+def test_what_changed_is_not_counted_over_versions_that_went_another_way(two, clock):
+    """The scheme knows only what it sent itself: between 1 and 3 nothing changed, to 2 much."""
+    sender = two.sender()
+    changed = []
+    for number, value in [(1, 5), (2, 6), (3, 5), (4, 5)]:
+        toy.FAULTS.pop("one", None)
+        if number == 2:
+            toy.FAULTS["one"] = toy.raising(OSError("a cable"))
+        clock(61)
+        changed.append(update(sender, number, value, wait="published").changed)
+    assert changed == [None, None, None, 0]
+
+
 def test_a_directory_that_was_removed_is_made_again(two, clock):
     sender, receiver = two.sender(), following(two, "r")
     first = update(sender, 1).version
@@ -437,6 +451,23 @@ def test_receivers_that_were_lost_on_the_way_get_it_by_the_next(two):
     assert a.engine.applied == b.engine.applied == [1, 2]
     toy.FAULTS.clear()
     assert update(sender, 3).scheme == "fallback:toy"  # it was not the scheme that failed
+
+
+def test_a_receiver_that_was_given_up_and_has_it_all_the_same(two):
+    """Only its word came late."""
+    sender = two.sender()
+    following(two, "a")
+    following(two, "b")
+
+    def fault(publish, version, deadline, receivers):
+        published = publish()
+        assert deadline.wait(lambda: all(r.version == version for r in sender.receivers()) or None)
+        return replace(published, failures=(ws.ReceiverReport("b", "waiting", error="late"),))
+
+    toy.FAULTS["one"] = fault
+    report = update(sender, 1)
+    assert (report.scheme, toy.ASKED) == ("fallback:toy", ["one"])
+    assert states(report) == {"a": ("applied", 1), "b": ("applied", 1)}
 
 
 def test_a_receiver_that_is_lost_in_both_ways(two):
@@ -630,7 +661,7 @@ def test_an_answer_to_the_first_attempt_is_none_to_the_second(two):
 
     def second(publish, version, deadline, receivers):
         published = publish()
-        receiver.follow()
+        threading.Timer(0.3, receiver.follow).start()  # the sender waits for it by then
         return published
 
     toy.FAULTS.update(one=fault, two=second)

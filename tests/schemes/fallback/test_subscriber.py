@@ -162,9 +162,10 @@ class TestVersions:
         newer = update(sender, 1)
         assert receiver.poll_and_apply(WAIT).version == newer
         assert receiver.poll_and_apply(0.1) is None
+        sender.shutdown()  # now the old one is all there is
+        assert receiver.poll_and_apply(0.1) is None
         two.one = toy.ToyScheme(two.one.path)
         receiver.shutdown()
-        sender.shutdown()
         two.sender().shutdown()  # removes what was kept
 
     def test_an_epoch_from_the_future(self, two, subscriber):
@@ -275,6 +276,71 @@ class TestAnswers:
         eventually(lambda: receiver.poll_and_apply() or receiver.version)
         for route in sender._publisher._routes:
             eventually(lambda: states(route) == {"r": "applied"})  # noqa: B023
+
+
+class Slow(Subscriber):
+    """Takes its time to open, and keeps nothing that is said before."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.log = []
+
+    def open(self, deadline):
+        self.log.append("opening")
+        self.go.wait(WAIT)
+        self.log.append("open")
+
+    def acknowledge(self, report):
+        if "open" not in self.log:
+            raise ws.WeightSyncError("not open")
+        self.log.append(report.state)
+
+    def close(self):
+        self.log.append("closed")
+
+    def wait(self, after, deadline):
+        raise AssertionError("not reached")
+
+    def snapshot(self, version, deadline):
+        raise AssertionError("not reached")
+
+
+class TestOneThatTakesItsTimeToOpen:
+    def test_it_is_told_then_what_was_said_before(self):
+        slow, stop = Slow(), threading.Event()
+        link = Link("slow", slow)
+        link.look_for_sender(stop)
+        link.acknowledge(ws.ReceiverReport("r", "applied"))
+        assert not link.attached
+        slow.go.set()
+        eventually(lambda: link.attached)
+        assert slow.log == ["opening", "open", "applied"]
+        link.close()
+
+    def test_it_is_closed_if_it_opens_after_the_end(self):
+        slow, stop = Slow(), threading.Event()
+        link = Link("slow", slow)
+        link.look_for_sender(stop)
+        eventually(lambda: slow.log)
+        stop.set()
+        link.close()
+        slow.go.set()
+        eventually(lambda: slow.log == ["opening", "closed", "open", "closed"])
+        assert not link.attached
+
+    def test_it_is_opened_by_one_thread_at_a_time(self):
+        slow = Slow()
+        link = Link("slow", slow)
+        for _ in range(3):
+            stop = threading.Event()
+            link.look_for_sender(stop)
+            stop.set()
+            link.close()
+        link.look_for_sender(threading.Event())
+        slow.go.set()
+        eventually(lambda: link.attached)
+        assert slow.log.count("opening") == 1
+        link.close()
 
 
 # -------------------------------------------------------------------- readers
