@@ -61,6 +61,24 @@ def test_r7_a_parameter_that_is_still_being_computed(ends):
             assert target["weight"].eq(number).all()
 
 
+def test_r7_a_parameter_that_is_still_being_computed_on_a_side_stream(ends):
+    """R7: nobody told the current stream to wait for it."""
+    weights = {"weight": torch.zeros(2048, 2048, device="cuda")}
+    target = {"weight": torch.zeros(2048, 2048)}
+    sender = ends.sender(weights)
+    sender.attach(ends.receiver(target))
+    side = torch.cuda.Stream()
+    busy = torch.randn(8192, 8192, device="cuda")
+    for number in range(1, 6):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                busy = busy @ busy / 8192
+            weights["weight"].copy_(busy[:2048, :2048] * 0 + number)
+        sender.update_weights(version=number)
+        assert target["weight"].eq(number).all()
+
+
 def test_a_cast_on_the_way_from_the_gpu(ends):
     model = torch.nn.Linear(256, 256, device="cuda")
     target = torch.nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
