@@ -8,13 +8,15 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
 	@echo "make test       lint, types and the test suite (real vLLM on the CPU included)"
 	@echo "make test-slow  the long kill, torn-read and soak loops"
 	@echo "make bench-sources  what extraction costs: plain, LoRA, two FSDP2 ranks"
+	@echo "make bench-broadcast  updates through NCCLScheme on gloo against torch's own broadcast"
+	@echo "make bench-disk  publish and load through DiskScheme against dd, safetensors, torch.save"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -51,6 +53,14 @@ bench: $(READY)
 bench-sources: $(READY)
 	@echo "== extraction: a plain module, LoRA, two FSDP2 ranks"
 	$(BIN)/python benchmarks/sources.py $(ARGS)
+
+bench-broadcast: $(READY)
+	@echo "== broadcast: NCCLScheme on gloo against torch's own"
+	$(BIN)/python benchmarks/broadcast.py $(ARGS)
+
+bench-disk: $(READY)
+	@echo "== disk: DiskScheme against dd, safetensors and torch.save (8 GB of room needed)"
+	$(BIN)/python benchmarks/disk.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"
