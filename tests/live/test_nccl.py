@@ -491,7 +491,14 @@ def test_words_that_make_no_sense_end_a_connection_and_nothing_else(scheme, send
 
     where = Endpoint("127.0.0.1", scheme.port)
     said = report_to_json(ReceiverReport("x", "connected")).decode()
-    good = {"role": "receiver", "receiver": "x", "workers": 1, "report": said, "host": "h", "pid": 1}
+    good = {
+        "role": "receiver",
+        "receiver": "x",
+        "workers": 1,
+        "report": said,
+        "host": "h",
+        "pid": 1,
+    }
     for change in (
         {"role": "king"},
         {"receiver": "../x"},
@@ -559,6 +566,45 @@ def test_sharded_ranks_gather_together_and_one_sends(mortal, scheme, run_dir):
             wanted = world(trainers.whole)[0]
             for name, tensor in target.state_dict().items():
                 assert torch.equal(tensor, wanted[name]), name
+    world(trainers.end_senders)
+
+
+def slow(state, seconds):
+    take = reader.Reader._take
+
+    def patched(self, arriving):
+        time.sleep(seconds)
+        take(self, arriving)
+
+    reader.Reader._take = patched
+
+
+def receive_model(state, scheme, **options):
+    state.target = trainers.plain(seed=9, **options)
+    state.receiver = scheme.create_receiver(state.target)
+    state.receiver.connect(WAIT)
+
+
+def poll_model(state):
+    state.receiver.poll_and_apply(WAIT)
+    return {name: tensor.clone() for name, tensor in state.target.state_dict().items()}
+
+
+def test_a_slow_receiver_sets_off_no_watchdog_of_the_trainers_ranks(mortal, peer, scheme, run_dir):
+    """H6: the ranks' own collectives time out after 2 s, the send takes much longer."""
+    size = {"width": 200, "blocks": 6}
+    world = mortal(2, seconds=2.0)
+    world(trainers.build, "fsdp2", **size)
+    one = peer()
+    world(trainers.connect, run_dir, scheme=scheme)
+    one.call(receive_model, scheme, **size)
+    one.call(slow, 0.8)
+    began = time.monotonic()
+    world(trainers.update, 1)
+    assert time.monotonic() - began > 3.0  # or it would not show anything
+    wanted = world(trainers.whole)[0]
+    found = one.call(poll_model)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     world(trainers.end_senders)
 
 
