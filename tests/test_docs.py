@@ -1,5 +1,6 @@
 """Every code block in README and docs runs (those with vLLM: tests/vllm/test_docs.py)."""
 
+import pathlib
 import re
 import socket
 
@@ -35,6 +36,9 @@ def test_all_blocks_are_known_here():
         ("README.md", "trainer"),
         ("docs/getting-started.md", "one process"),
         ("docs/getting-started.md", "configuration"),
+        ("docs/schemes.md", "nccl"),
+        ("docs/schemes.md", "disk"),
+        ("docs/schemes.md", "fallback"),
         ("docs/sources.md", "options"),
         ("docs/sources.md", "ranks"),
         *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),
@@ -54,6 +58,25 @@ def test_one_process(run_dir):
 
 def test_configuration(run_dir):
     run("docs/getting-started.md", "configuration", run_dir)
+
+
+def test_broadcast(run_dir):
+    names = run("docs/schemes.md", "nccl", run_dir)
+    assert names["report"].version.number == 1
+
+
+def test_versions_on_a_disk(run_dir, tmp_path):
+    from safetensors.torch import load_file
+
+    model = torch.nn.Linear(4, 4)
+    names = run("docs/schemes.md", "disk", run_dir, model=model, run_directory=str(tmp_path / "run"))
+    (file,) = pathlib.Path(names["folder"]).glob("*.safetensors")
+    assert_all_same(load_file(file), dict(model.state_dict()))
+
+
+def test_a_fallback(run_dir, tmp_path):
+    other = str(tmp_path / "run")
+    run("docs/schemes.md", "fallback", run_dir, run_directory=run_dir, other_directory=other)
 
 
 def test_options_of_a_source(run_dir):

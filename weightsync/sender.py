@@ -266,7 +266,7 @@ class Sender:
         if self._epoch is None:
             raise WeightSyncError("the sender was shut down")
         new = Version(self._epoch, self._next_number(version))
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # a tensor may still be computed on a stream of the trainer's
         try:
             inventory = source.inventory()

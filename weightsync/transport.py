@@ -252,12 +252,12 @@ class Subscriber(ABC):
         """Lease a version.
 
         Raises:
-            VersionGoneError: it is no longer held. DeadlineError: its lease was not to be had.
+            VersionGoneError: it is no longer held, or was never announced here. DeadlineError: its lease was not to be had.
         """
 
     @abstractmethod
     def acknowledge(self, report: ReceiverReport) -> None:
-        """Tell the sender where this receiver stands. Needs an id."""
+        """Tell the sender where this receiver stands. Needs an id; is said anew to a new sender."""
 
     @abstractmethod
     def close(self) -> None:

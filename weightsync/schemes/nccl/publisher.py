@@ -61,17 +61,21 @@ class NCCLPublisher(Publisher):
             return self._epoch
         scheme = self._scheme
         self._device = scheme.device_here()
-        self._begin(epoch)
         device = device_identity() if scheme.backend == "nccl" else ""
         members = Members(scheme.backend, device, scheme.workers, lambda: self._epoch)
         where = Endpoint(scheme.master_address, scheme.port)
         if scheme.token is None and not is_loopback(where.host):
             log.warning("%s can be reached by other hosts, and asks for no token=", where)
-        server = Server(where, scheme.token, members.serve)
+        former = self._epoch
+        self._begin(epoch)  # before anybody connects
+        server = None
         try:
+            server = Server(where, scheme.token, members.serve)
             rounds = Rounds(scheme, members, self._device)
         except BaseException:
-            server.close()
+            self._epoch = former
+            if server is not None:
+                server.close()
             raise
         self._server, self._members, self._rounds = server, members, rounds
         self._pid = os.getpid()
