@@ -6,8 +6,11 @@ such a directory. The format and the protocol are in docs/architecture.md.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from weightsync.errors import SchemeError
 from weightsync.files import Directory
@@ -24,6 +27,7 @@ from weightsync.version import Version
 __all__ = ["DiskScheme"]
 
 _MIB = 1 << 20
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://[^?#\0]+[^?#\0/]")
 
 
 @register_scheme
@@ -32,7 +36,8 @@ class DiskScheme(WeightSyncScheme):
     """Weights as files of a shared file system. URL: ``disk:///mnt/shared/run42?keep=3``.
 
     Attributes:
-        path: a directory of this run's own, made by the sender; its parent exists.
+        path: a directory of this run's own, made by the sender; its parent exists. Or the URL of
+            a place in an object store (``s3://bucket/run42``, whatever fsspec knows).
         keep: how many versions stay, the newest included. One that somebody reads stays longer.
         shard_bytes: a file of weights holds no more, unless one tensor does.
         durable: a version is on the disk before it is announced: it survives a power failure.
@@ -43,6 +48,10 @@ class DiskScheme(WeightSyncScheme):
         direct: write past the page cache. None: where it is faster, which is for large files that
             are to be durable. Readers on the trainer's own host then read from the disk, once.
         threads: for copies, digests and writes; by default one for each core, at most 8.
+        cache: where each host keeps versions of an object store, its sender's included: a
+            directory of this run's own. None: in the temporary directory, ``TMPDIR``.
+        patience: seconds after which an end that shows no life in an object store is held for
+            dead. (On file systems locks tell at once.)
     """
 
     url_scheme: ClassVar[str] = "disk"
@@ -56,11 +65,20 @@ class DiskScheme(WeightSyncScheme):
     reader_path: str | None = None
     direct: bool | None = None
     threads: int | None = None
+    cache: str | None = None
+    patience: float = 10.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", run_path("path", self.path))
+        if not self.is_remote:
+            object.__setattr__(self, "path", run_path("path", self.path))
+        elif _REMOTE.fullmatch(self.path) is None:
+            raise SchemeError(f"path={self.path!r:.200}: a path, or a URL like s3://bucket/run42")
         if self.reader_path is not None:
             object.__setattr__(self, "reader_path", run_path("reader_path", self.reader_path))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", run_path("cache", self.cache))
+        if type(self.patience) not in (int, float) or not 0.1 <= self.patience < math.inf:
+            raise SchemeError(f"patience={self.patience!r}: seconds, at least 0.1")
         if type(self.keep) is not int or self.keep < 1:
             raise SchemeError(f"keep={self.keep!r}: at least 1, the newest version")
         if type(self.shard_bytes) is not int or self.shard_bytes < _MIB:
@@ -73,10 +91,23 @@ class DiskScheme(WeightSyncScheme):
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise SchemeError(f"threads={self.threads!r}: a positive number")
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is an object store's URL, not a path."""
+        return isinstance(self.path, str) and "://" in self.path
+
     def create_publisher(self) -> Publisher:
+        if self.is_remote:
+            from weightsync.schemes.disk.remote import RemotePublisher
+
+            return RemotePublisher(self)
         return DiskPublisher(self)
 
     def create_subscriber(self, receiver: str | None = None) -> Subscriber:
+        if self.is_remote:
+            from weightsync.schemes.disk.remote import RemoteSubscriber
+
+            return RemoteSubscriber(self, receiver)
         return DiskSubscriber(self, receiver)
 
     def newest(self) -> Version | None:
@@ -86,6 +117,10 @@ class DiskScheme(WeightSyncScheme):
             ProtocolError: ``HEAD`` is malformed.
         """
         path = self.reader_path or self.path
+        if self.is_remote:
+            from weightsync.schemes.disk.remote import newest
+
+            return newest(self)
         try:
             data = Directory.open(path).read(names.HEAD, MAX_RECORD)
         except FileNotFoundError:
@@ -93,7 +128,7 @@ class DiskScheme(WeightSyncScheme):
         return Commit.from_json(data, f"{path}/{names.HEAD}").version
 
     def directory(self, version: Version) -> str:
-        """Where a version lies while it is kept: a directory for ``from_pretrained``."""
+        """Where a version lies while it is kept: a directory for ``from_pretrained``, or a URL."""
         return f"{self.reader_path or self.path}/{names.version_name(version)}"
 
     def writes_direct(self, nbytes: int) -> bool:
@@ -105,6 +140,8 @@ class DiskScheme(WeightSyncScheme):
 
     @classmethod
     def from_address(cls, host: str, path: str, options: dict[str, Any]) -> DiskScheme:
+        if unquote(host).endswith(":"):  # a whole URL: disk://s3://bucket/run42
+            return cls(f"{unquote(host)}{path}", **options)
         if host:
             raise SchemeError(
                 f"disk://{host}{path}: a path has three slashes, disk:///{host}{path}"

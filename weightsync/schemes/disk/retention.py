@@ -26,12 +26,17 @@ def retire(run: Directory, keep: int, head: Version | None) -> None:
 
 def sweep(run: Directory, head: Version | None) -> None:
     """Remove what dead senders left: halves of versions, and versions that were never announced."""
-    for name in run.names():
-        if names.is_unfinished(name):
-            _remove(run, name)
+    sweep_unfinished(run)
     for version in versions(run):
         if _is_half(run, version) or (head is not None and version > head):
             remove_version(run, version)
+
+
+def sweep_unfinished(run: Directory) -> None:
+    """Remove halves of versions; one that somebody is at is locked, and stays."""
+    for name in run.names():
+        if names.is_unfinished(name):
+            _remove(run, name)
 
 
 def _is_half(run: Directory, version: Version) -> bool:

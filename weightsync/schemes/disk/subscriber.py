@@ -82,6 +82,14 @@ class VersionReader:
             lease.release()
             raise
 
+    def leased(self, run: Directory, version: Version, lease: Lock) -> DiskSnapshot:
+        """A version on which the caller has a lease already, which the snapshot takes over."""
+        try:
+            return self._open(run.subdirectory(names.version_name(version)), version, lease)
+        except BaseException:
+            lease.release()
+            raise
+
     def _open(self, directory: Directory, version: Version, lease: Lock) -> DiskSnapshot:
         record = f"{directory.path}/{names.RECORD}"
         commit = Commit.from_json(directory.read(names.RECORD, MAX_RECORD), record)
