@@ -34,3 +34,17 @@ class TestFallback(SchemeConformance):
 
     def wrong_options(self):
         return [{"schemes": []}, {"schemes": ["shm:///a"] * 2}, {"retry_after": -1}]
+
+
+@pytest.mark.slow
+class TestFromBroadcastToDisk(SchemeConformance):
+    """The first of two that have little in common, most of the time."""
+
+    keeps_versions = False
+
+    @pytest.fixture
+    def scheme(self, run_dir):
+        return ws.FallbackScheme([ws.NCCLScheme(backend="gloo"), ws.DiskScheme(run_dir)])
+
+    def endpoints(self, scheme):
+        return [(scheme.schemes[0].master_address, scheme.schemes[0].port)]

@@ -140,11 +140,6 @@ def summary(report: SyncReport) -> SimpleNamespace:
     )
 
 
-def known_receivers(state: Any) -> dict[str, str]:
-    """Ids and states, as the sender sees them."""
-    return {report.receiver: report.state for report in state.sender.receivers()}
-
-
 def end_sender(state: Any) -> None:
     state.sender.shutdown()
 
