@@ -70,41 +70,44 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from weightsync.engine import Engine, Update, Verification
-    from weightsync.engines.vllm_adapter import VLLMAdapter
-    from weightsync.errors import (
-        CorruptError,
-        DeadlineError,
-        EngineDiedError,
-        EngineError,
-        EngineUnusableError,
-        ManifestError,
-        MismatchError,
-        NoRoomError,
-        ProtocolError,
-        ReceiverError,
-        SchemeError,
-        SenderBusyError,
-        SourceError,
-        VersionError,
-        VersionGoneError,
-        WeightSyncError,
-    )
-    from weightsync.manifest import Manifest, ParamSpec
-    from weightsync.receiver import Receiver
-    from weightsync.report import ReceiverReport, Seconds, SyncReport
-    from weightsync.scheme import (
-        WeightSyncScheme,
-        register_scheme,
-        scheme_from_dict,
-        scheme_from_url,
-    )
-    from weightsync.schemes.double_buffer import DoubleBufferScheme
-    from weightsync.schemes.disk import DiskScheme
-    from weightsync.schemes.fallback import FallbackScheme
-    from weightsync.schemes.nccl import NCCLScheme
-    from weightsync.sender import Sender
-    from weightsync.source import WeightSource
-    from weightsync.sources.adapter import AdapterSource
-    from weightsync.transport import Publisher, Snapshot, Subscriber
-    from weightsync.version import Version
+    from weightsync.engine import Engine as Engine
+    from weightsync.engine import Update as Update
+    from weightsync.engine import Verification as Verification
+    from weightsync.engines.vllm_adapter import VLLMAdapter as VLLMAdapter
+    from weightsync.errors import CorruptError as CorruptError
+    from weightsync.errors import DeadlineError as DeadlineError
+    from weightsync.errors import EngineDiedError as EngineDiedError
+    from weightsync.errors import EngineError as EngineError
+    from weightsync.errors import EngineUnusableError as EngineUnusableError
+    from weightsync.errors import ManifestError as ManifestError
+    from weightsync.errors import MismatchError as MismatchError
+    from weightsync.errors import NoRoomError as NoRoomError
+    from weightsync.errors import ProtocolError as ProtocolError
+    from weightsync.errors import ReceiverError as ReceiverError
+    from weightsync.errors import SchemeError as SchemeError
+    from weightsync.errors import SenderBusyError as SenderBusyError
+    from weightsync.errors import SourceError as SourceError
+    from weightsync.errors import VersionError as VersionError
+    from weightsync.errors import VersionGoneError as VersionGoneError
+    from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.manifest import Manifest as Manifest
+    from weightsync.manifest import ParamSpec as ParamSpec
+    from weightsync.receiver import Receiver as Receiver
+    from weightsync.report import ReceiverReport as ReceiverReport
+    from weightsync.report import Seconds as Seconds
+    from weightsync.report import SyncReport as SyncReport
+    from weightsync.scheme import WeightSyncScheme as WeightSyncScheme
+    from weightsync.scheme import register_scheme as register_scheme
+    from weightsync.scheme import scheme_from_dict as scheme_from_dict
+    from weightsync.scheme import scheme_from_url as scheme_from_url
+    from weightsync.schemes.disk import DiskScheme as DiskScheme
+    from weightsync.schemes.double_buffer import DoubleBufferScheme as DoubleBufferScheme
+    from weightsync.schemes.fallback import FallbackScheme as FallbackScheme
+    from weightsync.schemes.nccl import NCCLScheme as NCCLScheme
+    from weightsync.sender import Sender as Sender
+    from weightsync.source import WeightSource as WeightSource
+    from weightsync.sources.adapter import AdapterSource as AdapterSource
+    from weightsync.transport import Publisher as Publisher
+    from weightsync.transport import Snapshot as Snapshot
+    from weightsync.transport import Subscriber as Subscriber
+    from weightsync.version import Version as Version

@@ -92,7 +92,8 @@ class ReceiverError(WeightSyncError):
 
     Attributes:
         failures: one report for each receiver that failed or died, with its own words.
-        report: the update's report, all receivers included (``None`` while connecting).
+        report: the update's report, all receivers included; ``None`` while connecting, and for a
+            version that reached nobody.
     """
 
     def __init__(

@@ -112,6 +112,8 @@ class Publisher(ABC):
         Raises:
             SourceError: a tensor cannot be sent. DeadlineError: no buffer got free in time.
             VersionError: not newer than the last, or the same number with other weights.
+            ReceiverError: a transport that hands versions out itself reached nobody; its
+            DeadlineError may also mean that nobody came.
         """
 
     def contribute(
