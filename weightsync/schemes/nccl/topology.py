@@ -34,7 +34,7 @@ def size_of(replica: Replica) -> int:
     Raises:
         SchemeError: it is no positive number, or no product of such.
     """
-    factors = (replica,) if isinstance(replica, int) else tuple(replica)
+    factors = tuple(replica) if isinstance(replica, (tuple, list)) else (replica,)
     if not factors or any(type(factor) is not int or factor < 1 for factor in factors):
         raise SchemeError(
             f"{replica!r} is no number of GPUs, nor (tensor, pipeline, data) parallel"

@@ -1,0 +1,97 @@
+"""Versions in the memory of a receiving process."""
+
+import pytest
+import torch
+
+import weightsync as ws
+from weightsync.chunks import Copier
+from weightsync.deadline import Deadline
+from weightsync.schemes.nccl.staging import Staging
+
+MANIFEST = ws.Manifest.build([("w", torch.int64, (4,))])
+NOW = Deadline(0)
+
+
+def version(number):
+    return ws.Version(1, number)
+
+
+def fill(staging, number, keep=None):
+    """As an arriving version does. None if there is no slot for it."""
+    layout = staging.layout(MANIFEST.fingerprint, MANIFEST.to_json().decode())
+    slot = staging.begin(layout, keep and version(keep), NOW, lambda: None)
+    if slot is not None:
+        slot.bytes[:32].view(torch.int64).fill_(number)
+        staging.end(slot, version(number))
+    return slot
+
+
+def value(staging, number):
+    with staging.lease(version(number), NOW) as snapshot:
+        return snapshot.tensor("w").unique().item()
+
+
+def test_a_version_is_there_when_it_is_whole():
+    staging = Staging(2, Copier(1))
+    layout = staging.layout(MANIFEST.fingerprint, MANIFEST.to_json().decode())
+    slot = staging.begin(layout, None, NOW, lambda: None)
+    with pytest.raises(ws.VersionGoneError):
+        staging.lease(version(1), NOW)
+    staging.end(slot, version(1))
+    assert staging.lease(version(1), NOW).version == version(1)
+
+
+def test_what_is_leased_is_never_written():
+    staging = Staging(2, Copier(1))
+    fill(staging, 1)
+    held = staging.lease(version(1), NOW)
+    for number in range(2, 6):
+        assert fill(staging, number) is not None
+        assert held.tensor("w").unique().item() == 1
+    other = staging.lease(version(5), NOW)
+    assert fill(staging, 6) is None
+    other.close()
+    assert fill(staging, 6) is not None
+    held.close()
+    held.close()
+    with pytest.raises(ws.WeightSyncError, match="closed"):
+        held.tensor("w")
+
+
+def test_what_the_engine_holds_is_written_last():
+    """So that it can go back to it."""
+    staging = Staging(2, Copier(1))
+    fill(staging, 1)
+    fill(staging, 2)
+    for number in range(3, 7):
+        fill(staging, number, keep=1)
+        assert value(staging, 1) == 1
+        assert value(staging, number) == number
+    staging = Staging(1, Copier(1))
+    fill(staging, 1)
+    fill(staging, 2, keep=1)
+    assert value(staging, 2) == 2
+
+
+def test_a_version_that_is_gone_is_said_at_once():
+    staging = Staging(1, Copier(1))
+    fill(staging, 2)
+    with pytest.raises(ws.VersionGoneError, match="1:2"):
+        staging.lease(version(1), Deadline(60))
+
+
+def test_the_same_number_again_replaces_the_first():
+    staging = Staging(2, Copier(1))
+    fill(staging, 1)
+    held = staging.lease(version(1), NOW)
+    fill(staging, 1)
+    other = staging.lease(version(1), NOW)
+    assert other.tensor("w").data_ptr() != held.tensor("w").data_ptr()
+
+
+def test_a_manifest_that_is_another_than_was_announced():
+    staging = Staging(1, Copier(1))
+    with pytest.raises(ws.WeightSyncError, match="announced"):
+        staging.layout("0" * 32, MANIFEST.to_json().decode())
+    with pytest.raises(ws.ManifestError):
+        staging.layout(MANIFEST.fingerprint, None)
