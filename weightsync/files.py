@@ -170,6 +170,14 @@ class Directory:
         """Have the names in it on the disk when this returns."""
         os.fsync(self._fd)
 
+    def sync_name(self) -> None:
+        """Have its own name on the disk when this returns."""
+        fd = os.open("..", _DIRECTORY_FLAGS, dir_fd=self._fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def rename(self, name: str, other: str) -> None:
         """Give a file or directory another name, if it is there. Needs no room."""
         with contextlib.suppress(FileNotFoundError):

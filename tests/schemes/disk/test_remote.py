@@ -70,6 +70,7 @@ def test_a_receiver_gets_what_was_sent(scheme, sender):
             report = receiver.poll_and_apply(WAIT)
             assert report.version.number == number
             assert_all_same(engine, weights(number))
+        time.sleep(0.2)  # what was looked at just before is not looked at again
         told = {r.receiver: (r.state, r.version.number) for r in sender.receivers()}
         assert told == {"engine": ("applied", 3)}
 

@@ -73,6 +73,8 @@ class DiskPublisher(Publisher):
         self._ownership.begin(epoch, newest)
         remove_temporaries(run)
         sweep(run, head)
+        if self._scheme.durable:
+            run.sync_name()
 
     def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
         run = self._ownership.directory()

@@ -201,6 +201,7 @@ class RemotePublisher(Publisher):
             else:
                 self._upload(filling, commit, written, deadline)
             changed = history.changed(layout, written.digests)
+            self._records.look_again()
             history.stale = self._records.raw() if version == history.last else {}
             self._owned(deadline)
             self._store.write(names.HEAD, commit.to_json(), deadline)
@@ -305,6 +306,10 @@ class _RecordObjects(Records):
         self._watch = Watch(patience)
         self._looked = float("-inf")
         self._signs: dict[str, Sign | ProtocolError] = {}
+
+    def look_again(self) -> None:
+        """What was seen a moment ago is too old for what comes next."""
+        self._looked = float("-inf")
 
     def _look(self) -> dict[str, Sign | ProtocolError]:
         if time.monotonic() - self._looked >= _POLL:

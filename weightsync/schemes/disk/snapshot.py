@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -22,7 +21,7 @@ from weightsync.errors import CorruptError, WeightSyncError
 from weightsync.files import Directory, Lock
 from weightsync.intake import copy_tensor
 from weightsync.schemes.disk import names
-from weightsync.schemes.disk.buffer import Buffer
+from weightsync.schemes.disk.buffer import Buffers
 from weightsync.schemes.disk.commit import Commit, digest_of
 from weightsync.schemes.disk.layout import Layout, Shard
 from weightsync.transport import Snapshot, Targets
@@ -140,7 +139,6 @@ class _File:
         self._name = f"{directory.path}/{shard.name}"
         self._digests = None if digests is None else digests.tolist()
         self._mapped: torch.Tensor | None = None
-        self._own = threading.local()
         self._fd = directory.open_file(shard.name, os.O_RDONLY)
         found = os.fstat(self._fd).st_size
         if found != shard.size:
@@ -204,34 +202,26 @@ class _File:
         """
         digests, bounds = self._digests, self.shard.geometry.bounds
         blocks = np.unique(np.flatnonzero(chosen) // _AT_ONCE).tolist()
+        buffers = Buffers(_AT_ONCE * CHUNK)
         wrong: list[int] = []
 
         def work(index: int) -> None:
             first = blocks[index] * _AT_ONCE
             chunks = [c for c in range(first, first + _AT_ONCE) if c < len(chosen) and chosen[c]]
             start = bounds(chunks[0])[0]
-            buffer = self._buffer()
+            buffer = buffers.take()
             there = start + self._read(buffer.bytes[: bounds(chunks[-1])[1] - start], start)
             for chunk in chunks:
                 begin, end = bounds(chunk)
-                if end > there or (
-                    digests is not None
-                    and xxh3_64_intdigest(buffer.bytes[begin - start : end - start])
-                    != digests[chunk]
-                ):
+                part = buffer.bytes[begin - start : end - start]
+                if end > there or (digests and xxh3_64_intdigest(part) != digests[chunk]):
                     wrong.append(chunk)
                 else:
                     use(chunk, buffer.address + begin - start)
+            buffers.give(buffer)
 
         copier.each(len(blocks), work)
         return self._words(sorted(wrong))
-
-    def _buffer(self) -> Buffer:
-        """This thread's own."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = Buffer(_AT_ONCE * CHUNK)
-        buffer: Buffer = self._own.buffer
-        return buffer
 
     def _read(self, into: memoryview, offset: int) -> int:
         """How many bytes there were: fewer if the file was cut off since it was opened."""

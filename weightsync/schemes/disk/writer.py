@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 from weightsync.chunks import CHUNK, Addresses, Copier, Digests, Rows, move
 from weightsync.errors import NoRoomError
 from weightsync.files import FULL, Directory
-from weightsync.schemes.disk.buffer import Buffer
+from weightsync.schemes.disk.buffer import Buffer, Buffers
 from weightsync.schemes.disk.layout import PAGE, Checkpoint, Shard
 
 BLOCK = 4 * CHUNK
@@ -176,7 +176,7 @@ class VersionWriter:
         self._written = np.zeros(blocks.count, dtype=bool)
         self._waiting: dict[int, Buffer] = {}
         self._spilled: set[int] = set()
-        self._free: list[Buffer] = []
+        self._buffers = Buffers(BLOCK)
 
     @property
     def order(self) -> list[int]:
@@ -244,10 +244,7 @@ class VersionWriter:
 
     def _take(self, block: int) -> Buffer:
         """A buffer that holds what a block has besides tensors: its part of a header."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = Buffer(BLOCK)
+        buffer = self._buffers.take()
         offset = int(self._blocks.offset[block])
         header = self._headers[self._blocks.shard[block]][offset : offset + BLOCK]
         buffer.bytes[: len(header)] = header
@@ -263,7 +260,7 @@ class VersionWriter:
             spilled = self._waiting.pop(longest)
             self._put(longest, spilled)
             self._spilled.add(longest)
-            self._free.append(spilled)
+            self._buffers.give(spilled)
         buffer = self._take(block)
         if block in self._spilled:
             self._spilled.remove(block)
@@ -289,7 +286,7 @@ class VersionWriter:
             self._digests[chunk + begin // CHUNK] = xxh3_64_intdigest(part)
         self._put(block, buffer)
         self._written[block] = True
-        self._free.append(buffer)
+        self._buffers.give(buffer)
 
     def _put(self, block: int, buffer: Buffer) -> None:
         target = self._targets[self._blocks.shard[block]]
