@@ -16,7 +16,7 @@ from weightsync.chunks import CHUNK, Copier
 from weightsync.errors import NoRoomError
 from weightsync.files import Directory
 from weightsync.manifest import Manifest
-from weightsync.schemes.disk import writer as writer_module
+from weightsync.schemes.disk import buffer
 from weightsync.schemes.disk.layout import Checkpoint
 from weightsync.schemes.disk.writer import BLOCK, Target, VersionWriter
 
@@ -92,18 +92,15 @@ def test_empty_tensors_only(tmp_path):
 @pytest.mark.parametrize("direct", [False, True])
 def test_g6_blocks_that_wait_are_few_whatever_the_order(tmp_path, direct, monkeypatch):
     """Those that are pushed out come back when more of them is there."""
-    made_buffers = []
-    real = writer_module.Buffer
-    monkeypatch.setattr(
-        writer_module, "Buffer", lambda size: made_buffers.append(size) or real(size)
-    )
+    made_buffers, real = [], buffer.Buffer
+    monkeypatch.setattr(buffer, "Buffer", lambda size: made_buffers.append(size) or real(size))
     count = 60
     made = Written(tmp_path, [BLOCK // 2 + 1001] * count, direct=direct)
     order = list(range(0, count, 3)) + list(range(1, count, 3)) + list(range(2, count, 3))
     for number in order:
         made.write(number)
     made.check()
-    assert sum(made_buffers) <= (writer_module._WAITING + COPIER.threads + 1) * BLOCK
+    assert 0 < sum(made_buffers) <= 64 << 20
 
 
 @settings(max_examples=30, deadline=None)
