@@ -34,6 +34,10 @@ def become(state, name):
     torch.cuda.set_device(0)
 
 
+def use_gpu(state, index):
+    torch.cuda.set_device(index)
+
+
 def weights(number, device="cuda"):
     return {
         name: torch.full(shape, float(number), device=device, dtype=torch.bfloat16)
@@ -162,6 +166,24 @@ def test_one_gpu_is_not_two(peer, scheme):
     trainer.call(send_from, scheme, within=WAIT)
     with pytest.raises(PeerError, match=r"same GPU.*DoubleBufferScheme"):
         receiver.call(receive_in, scheme, "r", within=WAIT)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_from_one_gpu_to_another(scheme):
+    """By whatever way NCCL finds between them."""
+    trainer, receiver = Peer(), Peer()
+    try:
+        trainer.call(use_gpu, 0)
+        receiver.call(use_gpu, 1)
+        trainer.call(send_from, scheme, within=WAIT)
+        receiver.call(receive_in, scheme, "other", within=WAIT)
+        for number in (1, 2, 3):
+            told, _ = trainer.call(publish, number, wait="applied", within=WAIT)
+            assert told == {"other": ("applied", number)}
+            assert receiver.call(held) == (number, [number])
+    finally:
+        receiver.dispose()
+        trainer.dispose()
 
 
 def generate(state, tokens=12):

@@ -325,9 +325,9 @@ class Reader:
 
     def _give_up(self) -> None:
         """Wait no more for what is under way; it may still arrive, where it does no harm."""
-        under_way = len(self._under_way) > 0
+        direct = any(part.direct for arriving in self._under_way for part in arriving.parts)
         self._under_way.clear()
-        if under_way and self._update is not None and self._update.slot is not None:
+        if direct and self._update is not None and self._update.slot is not None:
             slot = self._update.slot
             slot.bytes = slot.bytes.clone()
 
