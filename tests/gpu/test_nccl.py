@@ -146,6 +146,7 @@ def test_one_is_lost_in_the_middle_of_a_transfer(group, peer, scheme, stop):
     trainer.call(publish, 1, wait="applied", within=WAIT)
     receivers["c"].call(at_bucket, 2, stop)
     told, words = trainer.call(publish, 2, wait="applied", timeout=60, within=WAIT)
+    print(words)
     assert told == {id: ("dead", 1) if id == "c" else ("applied", 2) for id in receivers}
     assert "'c'" in words
     for id in ("a", "b", "d"):

@@ -101,6 +101,7 @@ class Packer:
         self._copier = copier
         self._next_buffer = next_buffer
         self._size = size
+        self._bounce = Bounce(size)
         self._digest = digest
         self._packing: Part | None = None
         self._direct: list[Part] = []
@@ -163,7 +164,7 @@ class Packer:
             buffer = flat[begin : begin + self._size]
             part = Part(buffer, False, len(buffer), [(spec.offset + begin, len(buffer))])
             if self._digest:
-                part.digests = digests_of(buffer, self._copier)
+                part.digests = digests_of(self._bounce.fetch(buffer), self._copier)
                 self._large_digests += part.digests
             if sum(other.nbytes for other in self._direct) + part.nbytes > self._size:
                 yield self._bucket(self._direct)
@@ -295,9 +296,29 @@ class Summary:
         return int(np.count_nonzero(different[places[:, 2]] > different[places[:, 1]]))
 
 
+class Bounce:
+    """Page-locked memory through which bytes of a GPU reach the CPU.
+
+    Args:
+        size: in bytes, of the most that is fetched at a time.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._memory: torch.Tensor | None = None
+
+    def fetch(self, payload: torch.Tensor) -> torch.Tensor:
+        """The same bytes on the CPU, until the next ones are fetched."""
+        if payload.device.type == "cpu":
+            return payload
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+        return self._memory[: len(payload)].copy_(payload)
+
+
 def digests_of(payload: torch.Tensor, copier: Copier) -> list[int]:
-    """XXH3 of each MiB of some bytes."""
-    view = _view(payload.cpu())
+    """XXH3 of each MiB of some bytes on the CPU."""
+    view = _view(payload)
     digests = [0] * -(-len(view) // CHUNK)
 
     def work(chunk: int) -> None:

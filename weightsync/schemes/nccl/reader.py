@@ -21,7 +21,7 @@ import torch
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import ProtocolError
-from weightsync.schemes.nccl.buckets import Pieces, check, unpack, verify
+from weightsync.schemes.nccl.buckets import Bounce, Pieces, check, unpack, verify
 from weightsync.schemes.nccl.control import Connection, Message
 from weightsync.schemes.nccl.endpoint import Endpoint
 from weightsync.schemes.nccl.group import Group, join_store
@@ -94,8 +94,9 @@ class Reader:
     def __init__(self, scheme: NCCLScheme, receiver: str, rank: int, size: int) -> None:
         self._scheme = scheme
         self._copier = Copier(scheme.threads)
-        self.staging = Staging(scheme.buffers, self._copier)
         self._device = scheme.device_here()
+        self.staging = Staging(scheme.buffers, self._copier, pinned=self._device.type == "cuda")
+        self._bounce = Bounce(scheme.bucket_size)
         self._hello = {
             "role": "reader",
             "receiver": receiver,
@@ -316,9 +317,7 @@ class Reader:
         slot = self._update.slot if self._update is not None else None
         if slot is None or slot.layout is None or not part.pieces:
             return
-        payload = part.payload
-        if payload.device.type != "cpu":
-            payload = payload.cpu()
+        payload = self._bounce.fetch(part.payload)
         verify(part.digests, part.pieces, payload, slot.layout.manifest, self._copier)
         if not part.direct:
             unpack(part.pieces, payload, slot.bytes, self._copier)

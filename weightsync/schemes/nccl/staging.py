@@ -26,9 +26,14 @@ class Layout:
 
 
 class Slot:
-    """One buffer. ``version`` is None while nothing whole is in it."""
+    """One buffer. ``version`` is None while nothing whole is in it.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: page-locked, so that copies from and to a GPU run at the speed of the bus.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.version: Version | None = None
         self.layout: Layout | None = None
@@ -44,7 +49,7 @@ class Slot:
             return
         self.bytes = torch.empty(0, dtype=torch.uint8)  # never both at a time
         try:
-            self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+            self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=self._pinned)
         except (RuntimeError, MemoryError):
             raise NoRoomError(
                 f"no memory for a buffer of {nbytes:,} bytes (buffers=1 needs half as much)"
@@ -58,8 +63,9 @@ class Staging:
     on with last (``keep``) is written only if there is no other.
     """
 
-    def __init__(self, buffers: int, copier: Copier) -> None:
-        self._slots = [Slot() for _ in range(buffers)]
+    def __init__(self, buffers: int, copier: Copier, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._slots = [Slot(pinned) for _ in range(buffers)]
         self._copier = copier
         self._changed = threading.Condition()
         self._layout: Layout | None = None
@@ -150,7 +156,7 @@ class Staging:
         with self._changed:
             for number, slot in enumerate(self._slots):
                 if not slot.leases and not slot.filling:
-                    self._slots[number] = Slot()
+                    self._slots[number] = Slot(self._pinned)
 
 
 def _worth(slot: Slot, keep: Version | None) -> tuple[bool, Version]:
