@@ -10,6 +10,7 @@ import weightsync as ws
 from weightsync.testing import SchemeConformance
 
 
+@pytest.mark.slow
 class TestFallback(SchemeConformance):
     @pytest.fixture
     def scheme(self, run_dir):

@@ -40,6 +40,7 @@ def test_a_corrupt_version_is_refused_and_the_engine_goes_on(llama, scheme):
         assert greedy(llama) == expected(good)
 
 
+@pytest.mark.slow
 def test_vllm_loads_and_reloads_such_directories_by_itself(tmp_path):
     """An engine that knows nothing of this library; several files are one model."""
     scheme = ws.DiskScheme(tmp_path / "shards", shard_bytes=1 << 20)
