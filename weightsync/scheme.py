@@ -108,6 +108,10 @@ class WeightSyncScheme(ABC):
 
     # ---------------------------------------------------------------- URL and dict
 
+    def purpose(self) -> str:
+        """What the ranks of one trainer meet for: equal on all of them."""
+        return self.to_url()
+
     def to_dict(self) -> dict[str, Any]:
         """``{"scheme": name, option: value, ...}`` of plain values."""
         return {"scheme": self.url_scheme, **self._options()}

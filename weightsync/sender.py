@@ -124,7 +124,7 @@ class Sender:
             self._open(manifest, receivers, deadline)
             return
         # Met anew: a rank may be another process than the last time.
-        self._ranks = Ranks(self.scheme.to_url(), self._group)
+        self._ranks = Ranks(self.scheme.purpose(), self._group)
         self._ranks.meet(deadline)
         with self._ranks.operation(deadline):
             if self._ranks.leads:

@@ -254,7 +254,8 @@ class Subscriber(ABC):
         """Lease a version.
 
         Raises:
-            VersionGoneError: it is no longer held, or was never announced here. DeadlineError: its lease was not to be had.
+            VersionGoneError: it is no longer held, or was never announced here.
+            DeadlineError: its lease was not to be had.
         """
 
     @abstractmethod

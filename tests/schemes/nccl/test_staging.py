@@ -19,36 +19,38 @@ def version(number):
 def fill(staging, number, keep=None):
     """As an arriving version does. None if there is no slot for it."""
     layout = staging.layout(MANIFEST.fingerprint, MANIFEST.to_json().decode())
-    slot = staging.begin(layout, keep and version(keep), NOW, lambda: None)
-    if slot is not None:
+    found = staging.begin(layout, keep and version(keep), NOW, lambda: None)
+    if found is not None:
+        slot, _ = found
         slot.bytes[:32].view(torch.int64).fill_(number)
         staging.end(slot, version(number))
-    return slot
+    return found
 
 
 def value(staging, number):
-    with staging.lease(version(number), NOW) as snapshot:
+    with staging.lease(version(number)) as snapshot:
         return snapshot.tensor("w").unique().item()
 
 
 def test_a_version_is_there_when_it_is_whole():
     staging = Staging(2, Copier(1))
     layout = staging.layout(MANIFEST.fingerprint, MANIFEST.to_json().decode())
-    slot = staging.begin(layout, None, NOW, lambda: None)
+    slot, dropped = staging.begin(layout, None, NOW, lambda: None)
+    assert dropped is None
     with pytest.raises(ws.VersionGoneError):
-        staging.lease(version(1), NOW)
+        staging.lease(version(1))
     staging.end(slot, version(1))
-    assert staging.lease(version(1), NOW).version == version(1)
+    assert staging.lease(version(1)).version == version(1)
 
 
 def test_what_is_leased_is_never_written():
     staging = Staging(2, Copier(1))
     fill(staging, 1)
-    held = staging.lease(version(1), NOW)
+    held = staging.lease(version(1))
     for number in range(2, 6):
         assert fill(staging, number) is not None
         assert held.tensor("w").unique().item() == 1
-    other = staging.lease(version(5), NOW)
+    other = staging.lease(version(5))
     assert fill(staging, 6) is None
     other.close()
     assert fill(staging, 6) is not None
@@ -77,16 +79,20 @@ def test_a_version_that_is_gone_is_said_at_once():
     staging = Staging(1, Copier(1))
     fill(staging, 2)
     with pytest.raises(ws.VersionGoneError, match="1:2"):
-        staging.lease(version(1), Deadline(60))
+        staging.lease(version(1))
 
 
 def test_the_same_number_again_replaces_the_first():
     staging = Staging(2, Copier(1))
     fill(staging, 1)
-    held = staging.lease(version(1), NOW)
+    held = staging.lease(version(1))
     fill(staging, 1)
-    other = staging.lease(version(1), NOW)
+    other = staging.lease(version(1))
     assert other.tensor("w").data_ptr() != held.tensor("w").data_ptr()
+    held.close()
+    other.close()
+    assert fill(staging, 2) is not None
+    assert fill(staging, 3) is not None
 
 
 def test_a_manifest_that_is_another_than_was_announced():
@@ -95,3 +101,30 @@ def test_a_manifest_that_is_another_than_was_announced():
         staging.layout("0" * 32, MANIFEST.to_json().decode())
     with pytest.raises(ws.ManifestError):
         staging.layout(MANIFEST.fingerprint, None)
+
+
+def test_one_buffer_is_given_up_once_the_engine_has_what_is_in_it():
+    staging = Staging(1, Copier(1))
+    fill(staging, 1)
+    held = staging.lease(version(1))
+    view = held.tensor("w")
+    assert fill(staging, 2) is None
+    staging.soften()
+    assert fill(staging, 2) is not None
+    assert view.unique().item() == 1  # whoever has it still has it
+    with pytest.raises(ws.VersionGoneError, match="buffers=1"):
+        held.tensor("w")
+    held.close()
+    assert value(staging, 2) == 2
+    other = staging.lease(version(2))
+    assert fill(staging, 3) is None
+    other.close()
+
+
+def test_two_buffers_are_not_given_up():
+    staging = Staging(2, Copier(1))
+    for number in (1, 2):
+        fill(staging, number)
+        staging.lease(version(number))
+    staging.soften()
+    assert fill(staging, 3) is None

@@ -82,6 +82,9 @@ class FallbackScheme(WeightSyncScheme):
 
     # ---------------------------------------------------------------- ends
 
+    def purpose(self) -> str:
+        return "fallback://" + ",".join(scheme.purpose() for scheme in self.schemes)
+
     def create_publisher(self) -> Publisher:
         routes = [Route(n, s) for n, s in zip(self.names, self.schemes, strict=True)]
         return FallbackPublisher(routes, self.retry_after, self.attempt_timeout)

@@ -7,7 +7,7 @@ the processes of each replica follow. The protocol is in docs/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -63,7 +63,7 @@ class NCCLScheme(WeightSyncScheme):
     buffers: int = 2
     verify: bool = True
     peer_timeout: float = 10.0
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     threads: int | None = None
     receiver: str | None = None
 
@@ -71,6 +71,11 @@ class NCCLScheme(WeightSyncScheme):
         host = self.master_address
         if not isinstance(host, str) or not host or any(c in host for c in "[]/@?# \0"):
             raise SchemeError(f"master_address={host!r}: a host name or an IP address was expected")
+        if host in ("0.0.0.0", "::", "*"):
+            raise SchemeError(
+                f"master_address={host!r} is no address that receivers could connect to: give one "
+                "of the trainer's host"
+            )
         if self.backend not in ("nccl", "gloo"):
             raise SchemeError(f"backend={self.backend!r}: 'nccl' or 'gloo'")
         for name in ("num_replicas", "bucket_mb", "buffers", "threads"):
@@ -160,6 +165,10 @@ class NCCLScheme(WeightSyncScheme):
         if self.receiver is None:
             raise SchemeError("this is not the scheme that a receiver made for its workers")
         return WorkerReader(self, self.receiver, rank, size)
+
+    def purpose(self) -> str:
+        # Each rank may have taken a free port of its own; rank 0's is the one that counts.
+        return f"nccl://{self.master_address}"
 
     def address(self) -> tuple[str, str]:
         return str(Endpoint(self.master_address, self.port)), ""

@@ -172,6 +172,7 @@ class Server:
         self._token = token
         self._serve = serve
         self._closed = False
+        self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
         threading.Thread(target=self._accept, name="weightsync accept", daemon=True).start()
 
     def _accept(self) -> None:
@@ -191,6 +192,9 @@ class Server:
         connection = None
         try:
             connection = Connection(accepted)
+            self._accepted.add(connection)
+            if self._closed:
+                raise Refused("the sender has ended")
             connection.bound_receive(HELLO_SECONDS)
             nonce = secrets.token_hex(16)
             connection.send({"protocol": PROTOCOL, "nonce": nonce})
@@ -220,6 +224,8 @@ class Server:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listening.close()
+        for connection in list(self._accepted):  # also those that are just saying hello
+            connection.close()
 
 
 def join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ class Link:
         hello: makes the words to introduce oneself with, anew for each connection.
         on_message: called in the link's thread with the connection and each message.
         on_lost: called in the link's thread when a connection is over.
+
+    All three are methods of one object, which the link does not keep alive.
     """
 
     def __init__(
@@ -34,13 +37,13 @@ class Link:
         token: str | None,
         hello: Callable[[], Message],
         on_message: Callable[[Connection, Message], None],
-        on_lost: Callable[[Connection], None] = lambda connection: None,
+        on_lost: Callable[[Connection], None] | None = None,
     ) -> None:
         self._where = where
         self._token = token
-        self._hello = hello
-        self._on_message = on_message
-        self._on_lost = on_lost
+        self._hello = weakref.WeakMethod(hello)
+        self._on_message = weakref.WeakMethod(on_message)
+        self._on_lost = None if on_lost is None else weakref.WeakMethod(on_lost)
         self._connection: Connection | None = None
         self._trouble: Exception | None = None
         self._changed = threading.Condition()
@@ -50,10 +53,13 @@ class Link:
     def _run(self) -> None:
         pause = _RETRY
         while not self._closed:
+            hello = self._hello()
+            if hello is None:
+                return
             try:
-                connection, _ = join(
-                    self._where, self._token, self._hello(), Deadline(_CONNECT_SECONDS)
-                )
+                words = hello()
+                del hello  # or it would keep its object
+                connection, _ = join(self._where, self._token, words, Deadline(_CONNECT_SECONDS))
             except (OSError, EOFError, WeightSyncError) as error:
                 with self._changed:
                     self._trouble = error
@@ -70,7 +76,12 @@ class Link:
                 self._changed.notify_all()
             try:
                 while True:
-                    self._on_message(connection, connection.receive())
+                    message = connection.receive()
+                    heard = self._on_message()
+                    if heard is None:
+                        return
+                    heard(connection, message)
+                    del heard
             except (OSError, EOFError):
                 pass
             except Exception as error:  # a sender that speaks another language
@@ -80,7 +91,10 @@ class Link:
                 connection.close()
                 with self._changed:
                     self._connection = None
-                self._on_lost(connection)
+                lost = None if self._on_lost is None else self._on_lost()
+                if lost is not None:
+                    lost(connection)
+                del lost
 
     def wait_connected(self, deadline: Deadline) -> None:
         """

@@ -25,7 +25,7 @@ class Peer:
         grouped: the rounds whose group it has built. ready: ``(update, round)`` it waits for
             buckets of. took: the last bucket it has put into place, of ``update``.
         whole: the last update that it has received as a whole. busy: the last for which it had no
-            buffer free.
+            buffer free. dropped: the version that it last gave up to make room.
     """
 
     receiver: str
@@ -42,6 +42,7 @@ class Peer:
     took: int = -1
     whole: int = -1
     busy: int = -1
+    dropped: Version | None = None
     failed: dict[tuple[str, int], str] = field(default_factory=dict)
     fingerprint: str = ""
 
@@ -100,16 +101,17 @@ class Members:
     Args:
         backend, device: the sender's own, which the others' must fit.
         workers: how many processes the replicas have, in any order; None if that is not known.
+        epoch: the sender's.
     """
 
     def __init__(
-        self, backend: str, device: str, workers: Sequence[int] | None, epoch: Callable[[], int]
+        self, backend: str, device: str, workers: Sequence[int] | None, epoch: int
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._backend = backend
         self._device = device
         self._workers = workers
-        self._epoch = epoch
+        self.epoch = epoch
         self._by_id: dict[str, Member] = {}
         self._early: dict[tuple[str, int], Peer] = {}
         self._steps = 0
@@ -146,7 +148,9 @@ class Members:
         with self.changed:
             former = self._by_id.get(receiver)
             if former is not None and former.connection is not None:
-                self._require_dead(former.connection, receiver)
+                self._require_dead(
+                    former.connection, lambda: former.connection is None, f"receiver {receiver!r}"
+                )
             member = Member(receiver, workers, replace(report, receiver=receiver), connection)
             member.silent = first is None
             member.instance = str(hello.get("instance"))
@@ -192,18 +196,20 @@ class Members:
                 member.left = True
             self.changed.notify_all()
 
-    def _require_dead(self, connection: Connection, receiver: str) -> None:
-        """Refuse a second receiver of the same name, unless the first one's host is gone."""
+    def _find_peer(self, receiver: str, rank: int) -> Peer | None:
+        member = self._by_id.get(receiver)
+        found = self._early.get((receiver, rank))
+        return found or (member.peers.get(rank) if member else None)
+
+    def _require_dead(self, connection: Connection, gone: Callable[[], bool], who: str) -> None:
+        """Refuse a second one of the same name, unless the first one's host is gone."""
         before = connection.heard
         connection.tell({"op": "ping"})
         end = time.monotonic() + 1.0
-        while time.monotonic() < end:
+        while not gone() and time.monotonic() < end:
             self.changed.wait(0.02)
-            member = self._by_id.get(receiver)
-            if member is None or member.connection is not connection:
-                return
             if connection.heard != before:
-                raise Refused(f"another live receiver is called {receiver!r}")
+                raise Refused(f"there is another live {who}")
         connection.close()
 
     def _serve_reader(self, receiver: str, hello: Message, connection: Connection) -> None:
@@ -219,6 +225,10 @@ class Members:
             connection,
         )
         with self.changed:
+            other = self._find_peer(receiver, peer.rank)
+            if other is not None:
+                who = f"process {peer.rank} of receiver {receiver!r}"
+                self._require_dead(other.connection, lambda: other.gone, who)
             self._require_own_device(peer)
             member = self._by_id.get(receiver)
             if member is not None and member.connection is not None:
@@ -309,7 +319,7 @@ class Members:
 
     def report_of(self, member: Member) -> ReceiverReport:
         report = member.report
-        if report.version is not None and report.version.epoch > self._epoch():
+        if report.version is not None and report.version.epoch > self.epoch:
             # Its engine would take this sender's versions for older ones.
             error = f"it holds version {report.version}, of a sender whose clock was ahead"
             return replace(report, state="failed", version=None, error=error)
@@ -327,6 +337,16 @@ class Members:
             self._steps += 1
             member.announced, member.told, member.said = self._steps, (version, manifest), False
             return self._tell(member, version, manifest)
+
+    def retract(self, receivers: Iterable[str]) -> None:
+        """Take back versions that were dropped for one that did not come."""
+        with self.changed:
+            for member in filter(None, map(self._by_id.get, receivers)):
+                dropped = {peer.dropped for peer in member.peers.values()}
+                if member.told is not None and member.told[0] in dropped:
+                    member.told = None
+                    if member.connection is not None:
+                        member.connection.tell({"op": "void"})
 
     def _tell(self, member: Member, version: Version, manifest: Manifest) -> bool:
         message: Message = {
@@ -419,6 +439,8 @@ def _note(peer: Peer, message: Message) -> None:
         peer.grouped.add(int(message["round"]))
     elif op == "ready":
         peer.ready = int(message["update"]), int(message["round"])
+        if message.get("dropped") is not None:
+            peer.dropped = Version.parse(message["dropped"])
     elif op == "took":
         peer.update, peer.took = int(message["update"]), int(message["bucket"])
     elif op == "busy":

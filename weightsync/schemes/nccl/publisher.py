@@ -62,12 +62,12 @@ class NCCLPublisher(Publisher):
         scheme = self._scheme
         self._device = scheme.device_here()
         device = device_identity() if scheme.backend == "nccl" else ""
-        members = Members(scheme.backend, device, scheme.workers, lambda: self._epoch)
         where = Endpoint(scheme.master_address, scheme.port)
         if scheme.token is None and not is_loopback(where.host):
             log.warning("%s can be reached by other hosts, and asks for no token=", where)
         former = self._epoch
-        self._begin(epoch)  # before anybody connects
+        self._begin(epoch)
+        members = Members(scheme.backend, device, scheme.workers, self._epoch)
         server = None
         try:
             server = Server(where, scheme.token, members.serve)
@@ -91,6 +91,8 @@ class NCCLPublisher(Publisher):
         if epoch <= self._epoch:
             raise VersionError(f"this sender's epoch was {self._epoch}; {epoch} is not later")
         self._epoch = epoch
+        if self._members is not None:
+            self._members.epoch = epoch
         self._last = self._summary = None
 
     def prepare(self, manifest: Manifest, deadline: Deadline) -> None:
@@ -141,6 +143,7 @@ class NCCLPublisher(Publisher):
             summary, streamed = self._send(transfer, inventory, version, deadline)
         except BaseException as error:
             transfer.cancel()
+            members.retract(member.id for member in targets)
             if isinstance(error, WeightSyncError) and not transfer.replicas:
                 failures = (*absent, *self._failures(members, transfer))
                 members.forget(r.receiver for r in failures if r.state == "dead")
@@ -195,9 +198,10 @@ class NCCLPublisher(Publisher):
         The first update waits until as many replicas as were announced are there, or one.
 
         Raises:
-            DeadlineError: nobody is there.
+            DeadlineError: nobody is there. ReceiverError: all that were there have died.
         """
         wanted = self._scheme.num_replicas or 1
+        dead = [report for report in members.reports() if report.state == "dead"]
 
         def able() -> list[Member]:
             return [
@@ -214,13 +218,17 @@ class NCCLPublisher(Publisher):
                 return len(able()) == len(set(receivers))
             return len(able()) >= (1 if self._met else wanted)
 
+        if self._met and dead and not able():  # nobody is left: said at once, and once
+            members.forget(report.receiver for report in dead)
+            raise ReceiverError("; ".join(map(str, dead)), tuple(dead))
         patience = deadline
         if self._met and able():
             patience = deadline.at_most(min(self._scheme.peer_timeout, deadline.remaining / 2))
         came = members.wait_for(there, patience)
         targets = able()
         if not targets or not (came or self._met):
-            connected = ", ".join(str(r.receiver) for r in members.reports()) or "none"
+            there_are = [r.receiver for r in members.reports() if r.state not in ("dead", "failed")]
+            connected = ", ".join(there_are) or "none"
             raise DeadlineError(
                 f"waited {deadline.seconds:.1f} s for "
                 f"{len(receivers) if receivers is not None else wanted} receivers to send the "

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from weightsync.schemes.nccl.control import Connection, Message
 from weightsync.schemes.nccl.endpoint import Endpoint
 from weightsync.schemes.nccl.group import Group, join_store
 from weightsync.schemes.nccl.link import Link
-from weightsync.schemes.nccl.staging import Slot, StagedSnapshot, Staging
+from weightsync.schemes.nccl.staging import Slot, Staging
 from weightsync.schemes.nccl.topology import device_identity
 from weightsync.version import Version
 
@@ -52,6 +53,7 @@ class _Update:
     number: int
     version: Version
     slot: Slot | None
+    dropped: Version | None
 
 
 @dataclass
@@ -117,15 +119,16 @@ class Reader:
         self._thread = threading.Thread(target=self._serve, name="weightsync reader", daemon=True)
         self._thread.start()
         where = Endpoint(scheme.master_address, scheme.port)
-        self._link = Link(where, scheme.token, lambda: self._hello, self._heard, self._lost)
+        self._link = Link(where, scheme.token, self._introduce, self._heard, self._lost)
+        # Also when the process ends without shutdown(): a thread of torch's that is interrupted by
+        # the interpreter's end takes the process down with it.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def wait_connected(self, deadline: Deadline) -> None:
         self._link.wait_connected(deadline)
 
-    def lease(self, version: Version, deadline: Deadline) -> StagedSnapshot:
-        return self.staging.lease(version, deadline)
-
     def close(self) -> None:
+        self._at_exit.cancel()
         self._closed = True
         self._link.close()
         self._orders.put(None)
@@ -134,6 +137,9 @@ class Reader:
         self._copier.close()
 
     # ---------------------------------------------------------------- the link's thread
+
+    def _introduce(self) -> Message:
+        return self._hello
 
     def _heard(self, connection: Connection, message: Message) -> None:
         self._current = connection
@@ -229,17 +235,19 @@ class Reader:
             self._fail()
             layout = self.staging.layout(str(message["fingerprint"]), message.get("manifest"))
             keep = message.get("keep")
-            slot = self.staging.begin(
+            found = self.staging.begin(
                 layout,
                 None if keep is None else Version.parse(keep),
                 Deadline(float(message["seconds"])),
                 lambda: self._check(int(message["round"])),
             )
-            if slot is None:
+            if found is None:
                 connection.tell({"op": "busy", "update": number})
                 return
-            self._update = _Update(number, Version.parse(message["version"]), slot)
-        connection.tell({"op": "ready", "update": number, "round": message["round"]})
+            self._update = _Update(number, Version.parse(message["version"]), *found)
+        dropped = self._update.dropped
+        answer = {"op": "ready", "update": number, "round": message["round"], "dropped": dropped}
+        connection.tell(answer)
 
     def _post(self, message: Message) -> None:
         while len(self._under_way) >= IN_FLIGHT:

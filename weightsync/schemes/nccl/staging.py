@@ -38,7 +38,13 @@ class Slot:
         self.version: Version | None = None
         self.layout: Layout | None = None
         self.leases = 0
+        self.turn = 0
+        self.soft = False
         self.filling = False
+
+    @property
+    def is_free(self) -> bool:
+        return not self.filling and (self.leases == 0 or self.soft)
 
     def fit(self, nbytes: int) -> None:
         """
@@ -89,8 +95,10 @@ class Staging:
         keep: Version | None,
         deadline: Deadline,
         check: Callable[[], None],
-    ) -> Slot | None:
-        """A slot to write into; what was in it is gone. None: all were in use until the deadline.
+    ) -> tuple[Slot, Version | None] | None:
+        """A slot to write into, and what it held, which is gone now.
+
+        None: all were in use until the deadline.
 
         Args:
             check: called while waiting; may raise.
@@ -98,21 +106,25 @@ class Staging:
         with self._changed:
             while True:
                 check()
-                free = [slot for slot in self._slots if not slot.leases and not slot.filling]
+                free = [slot for slot in self._slots if slot.is_free]
                 if free:
                     slot = min(free, key=lambda slot: _worth(slot, keep))
-                    slot.version, slot.filling = None, True
+                    dropped, slot.version, slot.filling = slot.version, None, True
+                    slot.turn += 1
                     break
                 if deadline.expired:
                     return None
                 self._changed.wait(min(0.1, deadline.remaining))
         try:
+            if slot.leases:  # leased softly: whoever has views of it keeps the memory
+                slot.bytes = torch.empty(0, dtype=torch.uint8)
+                slot.leases, slot.soft = 0, False
             slot.fit(layout.manifest.nbytes)
         except BaseException:
             self.end(slot, None)
             raise
         slot.layout = layout
-        return slot
+        return slot, dropped
 
     def end(self, slot: Slot, version: Version | None) -> None:
         """The slot holds a version now; or nothing, if None."""
@@ -127,28 +139,38 @@ class Staging:
         with self._changed:
             return any(slot.version == version for slot in self._slots)
 
-    def lease(self, version: Version, deadline: Deadline) -> StagedSnapshot:
+    def lease(self, version: Version) -> StagedSnapshot:
         """
         Raises:
-            VersionGoneError: it is not here until the deadline, or not any more.
+            VersionGoneError: it is not here (any more).
         """
         with self._changed:
-            while True:
-                for slot in self._slots:
-                    if slot.version == version and slot.layout is not None:
-                        slot.leases += 1
-                        return StagedSnapshot(self, slot, version, slot.layout, self._copier)
-                newest = max((s.version for s in self._slots if s.version), default=None)
-                if deadline.expired or (newest is not None and newest > version):
-                    raise VersionGoneError(
-                        f"version {version} is not in this process's buffers; the newest there is "
-                        f"{newest or 'none'}"
-                    )
-                self._changed.wait(min(0.1, deadline.remaining))
+            for slot in self._slots:
+                if slot.version == version and slot.layout is not None:
+                    slot.leases += 1
+                    return StagedSnapshot(self, slot, version, slot.layout, self._copier)
+            newest = max((s.version for s in self._slots if s.version), default=None)
+            raise VersionGoneError(
+                f"version {version} is not in this process's buffers; the newest there is "
+                f"{newest or 'none'}"
+            )
 
-    def release(self, slot: Slot) -> None:
+    def soften(self) -> None:
+        """With one buffer only: what is leased may be given up for a newer version from now on.
+
+        The engine has it; all it could be read for is to go back to it.
+        """
         with self._changed:
-            slot.leases -= 1
+            if len(self._slots) == 1:
+                self._slots[0].soft = True
+                self._changed.notify_all()
+
+    def release(self, slot: Slot, turn: int) -> None:
+        """End a lease, unless the slot was taken from it."""
+        with self._changed:
+            if slot.turn == turn:
+                slot.leases -= 1
+                slot.soft = slot.soft and slot.leases > 0
             self._changed.notify_all()
 
     def clear(self) -> None:
@@ -174,6 +196,7 @@ class StagedSnapshot(Snapshot):
         self._geometry = layout.geometry
         self._staging = staging
         self._slot: Slot | None = slot
+        self._turn = slot.turn
         self._bytes = slot.bytes
         self._copier = copier
 
@@ -197,11 +220,16 @@ class StagedSnapshot(Snapshot):
     def _require_open(self) -> None:
         if self._slot is None:
             raise WeightSyncError(f"version {self.version}: the snapshot is closed")
+        if self._slot.turn != self._turn:
+            raise VersionGoneError(
+                f"version {self.version} was given up for a newer one: with buffers=1 there is no "
+                "going back"
+            )
 
     def close(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._staging.release(slot)
+            self._staging.release(slot, self._turn)
 
 
 class DescribedSnapshot(Snapshot):

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from weightsync.deadline import Deadline
@@ -50,11 +51,18 @@ class NCCLSubscriber(Subscriber):
         where = Endpoint(self._scheme.master_address, self._scheme.port)
         if self._link is None:
             self._link = Link(where, self._scheme.token, self._hello, self._heard)
+            weakref.finalize(self, self._link.close)
             if self._workers == 0:
                 self._reader = Reader(self._scheme, self._receiver, 0, 1)
-        self._link.wait_connected(deadline)
-        if self._reader is not None:
-            self._reader.wait_connected(deadline)
+                weakref.finalize(self, self._reader.close)
+        try:
+            self._link.wait_connected(deadline)
+            if self._reader is not None:
+                self._reader.wait_connected(deadline)
+        except BaseException:
+            # Or it would connect later, when nobody wants it any more.
+            self._hang_up(goodbye=False)
+            raise
 
     def _hello(self) -> Message:
         return {
@@ -72,6 +80,8 @@ class NCCLSubscriber(Subscriber):
             connection.tell({"op": "pong"})
         elif message["op"] == "version":
             self._announced(message)
+        elif message["op"] == "void":
+            self._forget_newest()
 
     def _announced(self, message: Message) -> None:
         version = Version.parse(message["version"])
@@ -84,6 +94,12 @@ class NCCLSubscriber(Subscriber):
             for old in sorted(self._manifests)[: -2 * self._scheme.buffers]:
                 del self._manifests[old]
             self._changed.notify_all()
+
+    def _forget_newest(self) -> None:
+        """It had to make room for one that did not come: what the engine has is the newest."""
+        with self._changed:
+            held = self._said.version if self._said is not None else None
+            self._newest = held if held in self._manifests else None
 
     def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
         with self._changed:
@@ -104,10 +120,12 @@ class NCCLSubscriber(Subscriber):
     def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
         self._require_open()
         if self._reader is not None:
-            with self._changed:
-                newer = self._newest is not None and self._newest > version
-            # What was announced is here already; what was not may just be arriving.
-            return self._reader.lease(version, Deadline(0) if newer else deadline)
+            try:
+                return self._reader.staging.lease(version)
+            except VersionGoneError:
+                if self._newest == version:
+                    self._forget_newest()
+                raise
         with self._changed:
             # The sender may have told others of it that have passed the word on.
             while version not in self._manifests:
@@ -120,6 +138,8 @@ class NCCLSubscriber(Subscriber):
         if self._anonymous:
             raise WeightSyncError("this subscriber has no id to acknowledge under")
         self._said = report
+        if self._reader is not None and report.state == "applied":
+            self._reader.staging.soften()
         if self._link is None:
             raise WeightSyncError("the subscriber is not open")
         # If there is no connection now, the next one begins with it.
@@ -130,11 +150,14 @@ class NCCLSubscriber(Subscriber):
             raise WeightSyncError("the subscriber is not open")
 
     def close(self) -> None:
+        # Of one that failed in its set-up the sender may be about to read why.
+        self._hang_up(goodbye=self._said is None or self._said.state != "failed")
+
+    def _hang_up(self, goodbye: bool) -> None:
         link, self._link = self._link, None
         reader, self._reader = self._reader, None
         if link is not None:
-            # Of one that failed in its set-up the sender may be about to read why.
-            if self._said is None or self._said.state != "failed":
+            if goodbye:
                 link.tell({"op": "bye"})
             link.close()
         if reader is not None:
@@ -150,6 +173,7 @@ class WorkerReader(Subscriber):
 
     def __init__(self, scheme: NCCLScheme, receiver: str, rank: int, size: int) -> None:
         self._reader = Reader(scheme, receiver, rank, size)
+        weakref.finalize(self, self._reader.close)
 
     def open(self, deadline: Deadline) -> None:
         self._reader.wait_connected(deadline)
@@ -158,7 +182,7 @@ class WorkerReader(Subscriber):
         raise NotImplementedError("versions are announced to the receiver, not to its workers")
 
     def snapshot(self, version: Version, deadline: Deadline) -> Snapshot:
-        return self._reader.lease(version, deadline)
+        return self._reader.staging.lease(version)
 
     def acknowledge(self, report: ReceiverReport) -> None:
         raise NotImplementedError("the receiver acknowledges, not its workers")
