@@ -109,7 +109,9 @@ class Reader:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        self._orders: queue.SimpleQueue[tuple[Connection, Message] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: its wait of a few microseconds can turn into one without end, if the
+        # thread is put aside just then (Python 3.11 takes a negative rest for infinite).
+        self._orders: queue.Queue[tuple[Connection, Message] | None] = queue.Queue()
         self._groups: dict[int, Group] = {}
         self._left: set[int] = set()
         self._current: Connection | None = None
