@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import BinaryIO, ClassVar
 
 from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
@@ -20,6 +21,19 @@ from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 _FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _FILE_FLAGS
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@contextlib.contextmanager
+def _saying(where: str) -> Iterator[None]:
+    """Errors of the system say where they happened. What is not there stays a FileNotFoundError."""
+    try:
+        yield
+    except (FileNotFoundError, WeightSyncError):
+        raise
+    except OSError as error:
+        kind = NoRoomError if error.errno in FULL else WeightSyncError
+        raise kind(f"{where}: {error.strerror or error}") from error
 
 
 class Directory:
@@ -77,15 +91,18 @@ class Directory:
                 os.mkdir(name, 0o700, dir_fd=self._fd)
             except FileExistsError:
                 pass
-            except OSError as error:
-                if error.errno in FULL:
-                    raise NoRoomError(f"{self.path}/{name}: {error.strerror}") from None
+            except FileNotFoundError:
                 raise
+            except OSError as error:
+                kind = NoRoomError if error.errno in FULL else WeightSyncError
+                raise kind(f"{self.path}/{name}: {error.strerror}") from None
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=self._fd)
         except FileNotFoundError:
             raise
-        except OSError:
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise WeightSyncError(f"{self.path}/{name}: {error.strerror}") from None
             raise WeightSyncError(f"{self.path}/{name} is not a directory") from None
         return Directory(f"{self.path}/{name}", fd)
 
@@ -100,25 +117,31 @@ class Directory:
 
     def names(self) -> list[str]:
         # Two threads that list one descriptor share its position, and miss entries.
-        fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd)
-        try:
-            return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
+        with _saying(self.path):
+            fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=self._fd)
+            try:
+                return sorted(os.listdir(fd))
+            finally:
+                os.close(fd)
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of a regular file, created with mode 0600 where the flags say so.
 
         Raises:
             FileNotFoundError: there is none, or the directory is gone. ProtocolError: it is not a
-                regular file. NoRoomError: there is no room to create it.
+                regular file. NoRoomError: there is no room to create it. WeightSyncError: it could
+                not be opened now, which says nothing of the file.
         """
         try:
             fd = os.open(name, flags | _FILE_FLAGS | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         except FileNotFoundError:
             raise
         except OSError as error:
-            kind = NoRoomError if error.errno in FULL else ProtocolError
+            kind: type[WeightSyncError] = ProtocolError
+            if error.errno in FULL:
+                kind = NoRoomError
+            elif error.errno in _PASSING:
+                kind = WeightSyncError
             raise kind(f"{self.path}/{name}: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -168,7 +191,8 @@ class Directory:
 
     def sync(self) -> None:
         """Have the names in it on the disk when this returns."""
-        os.fsync(self._fd)
+        with _saying(self.path):
+            os.fsync(self._fd)
 
     def sync_name(self) -> None:
         """Have its own name on the disk when this returns."""
@@ -180,7 +204,7 @@ class Directory:
 
     def rename(self, name: str, other: str) -> None:
         """Give a file or directory another name, if it is there. Needs no room."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _saying(f"{self.path}/{name}"):
             os.rename(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def discard(self, name: str) -> None:
@@ -214,7 +238,8 @@ class Directory:
             return None
 
     def free_bytes(self) -> int:
-        status = os.fstatvfs(self._fd)
+        with _saying(self.path):
+            status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
@@ -320,6 +345,11 @@ class Lock:
         """Say who holds the lock, for whoever cannot have it."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, data, 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has said that it holds the lock."""
+        return os.fstat(self._fd).st_size == 0
 
     def release(self) -> None:
         """Unlock and close. Idempotent."""

@@ -38,6 +38,9 @@ log = logging.getLogger("weightsync")
 _REPORT_SECONDS = 5.0
 """How long a receiver whose engine is not set up waits for a sender to tell it so."""
 
+_AGAIN = 0.02
+"""Seconds after which a version that is announced and not there is looked for again."""
+
 
 class Receiver:
     """Watches for new versions and puts them into an engine.
@@ -71,6 +74,7 @@ class Receiver:
         self._url = scheme.for_workers(self.id).to_url()
         self._held: Update | None = None
         self._attempted: Version | None = None
+        self._missed: Version | None = None
         self._state: State = "connected"
         self._error: str | None = None
         self._seconds = Seconds()
@@ -174,6 +178,7 @@ class Receiver:
         """
         self._require_connected()
         deadline = Deadline(timeout)
+        gone: Version | None = None
         while True:
             after = None if self._engine.lost_weights() else self.version
             version = self._subscriber.wait(after, deadline)
@@ -183,9 +188,15 @@ class Receiver:
                 with self._alone(Deadline(self._apply_timeout)) as deadline_of_apply:
                     if self._is_new(version):
                         return self._apply(version, deadline_of_apply)
-            except VersionGoneError:
-                # Newer ones came while this one was looked at: take the newest there is.
-                continue
+            except VersionGoneError as error:
+                # Newer ones came while this one was looked at: take the newest there is. If that
+                # is the same one, somebody has removed it: nothing but time brings another.
+                if version == gone:
+                    self._complain(version, error)
+                    if deadline.expired:
+                        return None
+                    self._stop.wait(min(_AGAIN, deadline.remaining))
+                gone = version
 
     def apply_weights(
         self, version: Version | None = None, timeout: float | None = None
@@ -211,7 +222,14 @@ class Receiver:
                 except VersionGoneError:
                     if version is not None or deadline.expired:
                         raise
-                    # A newer one came while this one was looked at.
+                    # A newer one came while this one was looked at, or will come.
+                    self._stop.wait(min(_AGAIN, deadline.remaining))
+
+    def _complain(self, version: Version, error: VersionGoneError) -> None:
+        """Into the log, once for each version."""
+        if version != self._missed:
+            self._missed = version
+            log.warning("receiver %s: %s", self.id, error)
 
     def _is_new(self, version: Version) -> bool:
         """Another thread may have applied a newer one since this was seen."""

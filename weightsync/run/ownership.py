@@ -64,7 +64,7 @@ class Ownership:
             yield run
         except BaseException:
             self._run = self._lock = None
-            if not epoch_of(run):  # nobody has begun here yet
+            if lock.is_empty:  # nobody has begun here yet
                 run.discard(SENDER_LOCK)
             lock.release()
             raise

@@ -157,7 +157,7 @@ class RecordFiles(Records):
         return [record for record in found if record is not None]
 
     def raw(self) -> dict[str, bytes]:
-        records = self._run().subdirectory(RECEIVERS)
+        records = self._run().subdirectory(RECEIVERS, create=True)
         found = {}
         for name in records.names():
             if name.endswith(".json"):
@@ -169,7 +169,8 @@ class RecordFiles(Records):
         _forget(self._run().subdirectory(RECEIVERS), receiver)
 
     def forget_signed_off(self) -> None:
-        records = self._run().subdirectory(RECEIVERS)
+        # Made again if it is gone: whoever removes empty directories finds this one empty.
+        records = self._run().subdirectory(RECEIVERS, create=True)
         for name in records.names():
             if name.endswith(".left"):
                 records.discard(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from weightsync.chunks import Copier
@@ -23,6 +23,7 @@ from weightsync.schemes.disk.commit import Commit
 from weightsync.schemes.disk.history import History
 from weightsync.schemes.disk.retention import (
     discard_unfinished,
+    is_whole,
     remove_run,
     remove_version,
     retire,
@@ -114,7 +115,7 @@ class DiskPublisher(Publisher):
             )
             layout = checkpoint.layout
             commit = Commit(version, written.digest, layout.nbytes, meant_for, time.time())
-            if history.repeats(commit):  # the same weights stay where they are
+            if history.repeats(commit) and is_whole(run, version):  # they stay where they are
                 commit = history.addressed_anew(commit)
             else:
                 self._settle(run, commit, written)
@@ -133,6 +134,11 @@ class DiskPublisher(Publisher):
         if not remove_version(run, commit.version):  # of an attempt that was not announced
             raise WeightSyncError(f"{run.path}/{commit.directory} is in the way, and stays there")
         run.rename(names.unfinished_name(commit.version), commit.directory)
+        if run.status(commit.directory) is None:
+            raise WeightSyncError(
+                f"{run.path}/{names.unfinished_name(commit.version)} was removed while the version "
+                "was being written"
+            )
         if self._scheme.durable:
             run.sync()
 
@@ -141,7 +147,8 @@ class DiskPublisher(Publisher):
             run.replace(names.HEAD, commit.to_json(), durable=self._scheme.durable)
         except BaseException:
             # An interrupt may come just after the rename: what is there counts.
-            self._history.found(_head_of(run))
+            with suppress(OSError, WeightSyncError):  # then it is as it was, as far as is known
+                self._history.found(_head_of(run))
             if self._history.version != commit.version:
                 remove_version(run, commit.version)
             raise

@@ -39,6 +39,15 @@ def sweep_unfinished(run: Directory) -> None:
             _remove(run, name)
 
 
+def is_whole(run: Directory, version: Version) -> bool:
+    """Whether a version is there, as far as its record tells."""
+    try:
+        directory = run.subdirectory(names.version_name(version))
+    except (FileNotFoundError, WeightSyncError):
+        return False
+    return directory.status(names.RECORD) is not None
+
+
 def _is_half(run: Directory, version: Version) -> bool:
     """Whether its removal was begun, and not ended."""
     try:

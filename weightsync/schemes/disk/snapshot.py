@@ -6,8 +6,10 @@ is then an error, not a bus error. Only views of single tensors are mapped.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -56,6 +58,8 @@ class DiskSnapshot(Snapshot):
         self._copier = copier
         self._lease = lease
         self._where = f"version {commit.version} in {directory.path}"
+        for shard in layout.shards:  # before anything is made that is as large as they say
+            _require_size(directory, shard)
         digests = self._digests(directory, commit)
         self._files: list[_File] = []
         begin = 0
@@ -69,7 +73,7 @@ class DiskSnapshot(Snapshot):
             raise
 
     def _digests(self, directory: Directory, commit: Commit) -> Digests:
-        count = sum(shard.geometry.chunks for shard in self._layout.shards)
+        count = sum(-(-shard.size // CHUNK) for shard in self._layout.shards)
         data = directory.read(names.DIGESTS, count * 8)
         if len(data) == count * 8:
             digests: Digests = np.frombuffer(data, dtype="<u8").astype(np.uint64)
@@ -125,6 +129,15 @@ class DiskSnapshot(Snapshot):
     def _close_files(self) -> None:
         for file in self._files:
             file.close()
+
+
+def _require_size(directory: Directory, shard: Shard) -> None:
+    status = directory.status(shard.name)
+    if status is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), shard.name)
+    if stat.S_ISREG(status.st_mode) and status.st_size != shard.size:  # the rest is found later
+        name = f"{directory.path}/{shard.name}"
+        raise CorruptError(f"{name} has {status.st_size} bytes instead of {shard.size}")
 
 
 class _File:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline
-from weightsync.errors import ProtocolError, VersionGoneError
+from weightsync.errors import CorruptError, ProtocolError, VersionGoneError
 from weightsync.files import Directory, Lock
 from weightsync.report import ReceiverReport
 from weightsync.run.membership import Membership
@@ -74,9 +74,10 @@ class VersionReader:
                 raise _gone(run, version)
             try:
                 return self._open(directory, version, lease)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 if directory.status(names.RECORD) is not None:
-                    raise
+                    missing = f"{directory.path}/{error.filename}"
+                    raise CorruptError(f"{missing} is missing") from None
                 raise _gone(run, version) from None
         except BaseException:
             lease.release()

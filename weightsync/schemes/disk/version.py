@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.chunks import Copier, Digests
 from weightsync.deadline import Deadline
-from weightsync.errors import NoRoomError
+from weightsync.errors import NoRoomError, WeightSyncError
 from weightsync.files import FULL, Directory, Lock
 from weightsync.schemes.disk import names
 from weightsync.schemes.disk.commit import Commit, digest_of
@@ -60,7 +60,7 @@ def write_version(
                 Target(directory, shard, scheme.writes_direct(shard.size), scheme.durable)
             )
             opened.callback(targets[-1].close)
-        writer = VersionWriter(checkpoint, targets, copier)
+        writer = VersionWriter(checkpoint, targets, copier, deadline)
         extract = write_all(writer, inventory, deadline)
         digests = writer.digests()
         copier.each(len(targets), lambda which: targets[which].finish())
@@ -81,7 +81,10 @@ def _finish(
     durable: bool,
     commit: Commit,
 ) -> None:
-    Lock(directory, names.LEASE, create=True).release()
+    try:
+        Lock(directory, names.LEASE, create=True).release()
+    except FileNotFoundError:
+        raise removed(directory) from None
     files = {**files, names.RECORD: commit.to_json()}
     write = partial(_write, directory, durable=durable)
     work = list(files.items())
@@ -102,4 +105,8 @@ def _write(directory: Directory, name: str, data: bytes, durable: bool) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise NoRoomError(f"{directory.path}/{name}: {error.strerror}") from None
-        raise
+        raise WeightSyncError(f"{directory.path}/{name}: {error.strerror}") from error
+
+
+def removed(directory: Directory) -> WeightSyncError:
+    return WeightSyncError(f"{directory.path} was removed while the version was being written")

@@ -22,7 +22,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from weightsync.chunks import CHUNK, Addresses, Copier, Digests, Rows, move
-from weightsync.errors import NoRoomError
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, NoRoomError, WeightSyncError
 from weightsync.files import FULL, Directory
 from weightsync.schemes.disk.buffer import Buffer, Buffers
 from weightsync.schemes.disk.layout import PAGE, Checkpoint, Shard
@@ -55,7 +56,7 @@ class Target:
             with self._room():
                 if self._direct:
                     # Direct writes are of whole pages: the last one is cut off in the end.
-                    os.posix_fallocate(self._fd, 0, -(-shard.size // PAGE) * PAGE)
+                    self._allocate(-(-shard.size // PAGE) * PAGE)
                 else:
                     os.ftruncate(self._fd, shard.size)
         except BaseException:
@@ -68,6 +69,15 @@ class Target:
         except OSError:
             return False
         return True
+
+    def _allocate(self, size: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            # Where a file system cannot, the C library writes single bytes, which are no pages.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            os.ftruncate(self._fd, size)
 
     def write(self, buffer: memoryview, offset: int) -> None:
         """Write whole pages at a multiple of a page."""
@@ -111,7 +121,7 @@ class Target:
                 raise NoRoomError(
                     f"{self.name}: {error.strerror} for its {self.size:,} bytes"
                 ) from None
-            raise
+            raise WeightSyncError(f"{self.name}: {error.strerror}") from error
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -150,9 +160,17 @@ class VersionWriter:
 
     Args:
         targets: one for each shard.
+        deadline: for each of the blocks; None: they may take as long as they take.
     """
 
-    def __init__(self, checkpoint: Checkpoint, targets: Sequence[Target], copier: Copier) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        targets: Sequence[Target],
+        copier: Copier,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self._deadline = deadline
         layout = checkpoint.layout
         self._targets = targets
         self._headers = checkpoint.headers
@@ -290,6 +308,10 @@ class VersionWriter:
 
     def _put(self, block: int, buffer: Buffer) -> None:
         target = self._targets[self._blocks.shard[block]]
+        if self._deadline is not None and self._deadline.expired:
+            raise DeadlineError(
+                f"{target.name} was not written within {self._deadline.seconds:.1f} s"
+            )
         target.write(buffer.bytes[: self._pages(block)], int(self._blocks.offset[block]))
 
     def _pages(self, block: int) -> int:

@@ -49,6 +49,7 @@ class FallbackPublisher(Publisher):
         failed: list[tuple[Route, Exception]] = []
         for number, route in enumerate(self._routes):
             share = deadline.at_most(deadline.remaining / (len(self._routes) - number))
+            route.ended = False
             try:
                 epochs[route] = route.open(share, epoch)
             except FAULTS as error:
@@ -168,7 +169,7 @@ class FallbackPublisher(Publisher):
     def close(self) -> None:
         self._epoch = None
         for route in self._routes:
-            route.close()
+            route.end()
 
     def _require_open(self) -> int:
         if self._epoch is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
 from weightsync.report import ReceiverReport
 from weightsync.scheme import WeightSyncScheme
 from weightsync.schemes.fallback.faults import FAULTS, Fault
@@ -19,6 +20,7 @@ class Route:
         self.publisher = scheme.create_publisher()
         self.is_open = False
         self.fault: Fault | None = None
+        self.ended = False
 
     def open(self, deadline: Deadline, epoch: int | None = None) -> int:
         """As :meth:`weightsync.transport.Publisher.open`."""
@@ -28,6 +30,7 @@ class Route:
             self.is_open = False
             raise
         self.is_open = True
+        self._require_going_on()
         return epoch
 
     def make_ready(self, deadline: Deadline, epoch: int) -> None:
@@ -37,6 +40,7 @@ class Route:
             WeightSyncError, OSError: it cannot be opened. VersionError: its run has seen a later
                 sender, or this epoch before it was lost.
         """
+        self._require_going_on()
         if self.is_open:
             if self.fault is None:
                 return
@@ -60,6 +64,16 @@ class Route:
             return {report.receiver: report for report in self.publisher.receivers()}
         except FAULTS:
             return {}
+
+    def _require_going_on(self) -> None:
+        if self.ended:
+            self.close()
+            raise WeightSyncError("the publisher was closed meanwhile")
+
+    def end(self) -> None:
+        """Close it for good: an update that is under way opens nothing anew."""
+        self.ended = True
+        self.close()
 
     def close(self) -> None:
         self.is_open = False
