@@ -1,5 +1,6 @@
 """Broadcast to receivers that die, stop, fail, come late or come back. On gloo."""
 
+import gc
 import os
 import pickle
 import signal
@@ -617,3 +618,95 @@ def test_signing_off_is_no_failure(peer, scheme, sender):
     report = send(sender, 2)
     assert report.receivers == ()
     assert one.call(poll) == (2, 2)
+
+
+# -------------------------------------------------------------------- ends that are thrown away
+
+
+def pair(**options):
+    scheme = ws.NCCLScheme(backend="gloo", bucket_mb=1, peer_timeout=2.0, **options)
+    weights, target = constants(0, **SHAPE), constants(-1, **SHAPE)
+    sender = scheme.create_sender(weights, timeout=10)
+    sender.weights = weights
+    sender.connect()
+    receiver = scheme.create_receiver(target, id="r")
+    receiver.connect(WAIT)
+    return scheme, sender, receiver, target
+
+
+def test_one_buffer_is_enough():
+    _, sender, receiver, target = pair(buffers=1)
+    for number in (1, 2, 3):
+        send(sender, number)
+        assert receiver.poll_and_apply(WAIT).version.number == number
+        assert value_of(target) == number
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_a_version_that_made_room_for_one_that_did_not_come():
+    """It was announced and not looked at; looking for it must not wait for ever."""
+    _, sender, receiver, target = pair()
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    send(sender, 2)
+    passes = []
+
+    def stream():
+        for name, tensor in sender.weights.items():
+            if name == "layer4" and passes:
+                raise RuntimeError("out of memory")
+            yield name, tensor + 1
+        passes.append(1)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sender.update_weights(stream, version=3)
+    eventually(lambda: receiver.poll_and_apply() is None)
+    assert value_of(target) == 1
+    send(sender, 4)
+    assert receiver.poll_and_apply(WAIT).version.number == 4
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_a_sender_that_is_let_go_gives_its_port_back(scheme):
+    sender = scheme.create_sender(constants(1))
+    sender.connect()
+    del sender
+    gc.collect()
+    with scheme.create_sender(constants(1)) as another:
+        another.connect()
+
+
+def test_a_receiver_that_found_no_sender_does_not_come_later(scheme):
+    given_up = scheme.create_receiver(constants(0), id="r")
+    with pytest.raises(ws.DeadlineError):
+        given_up.connect(0.3)
+    with scheme.create_sender(constants(1)) as sender:
+        sender.connect()
+        with scheme.create_receiver(constants(0), id="r") as receiver:
+            receiver.connect(WAIT)
+            sender.update_weights(version=1)
+            assert receiver.poll_and_apply(WAIT).version.number == 1
+
+
+def test_a_second_receiver_of_one_name_takes_nothing_from_the_first():
+    scheme, sender, receiver, target = pair()
+    second = scheme.create_receiver(constants(-2, **SHAPE), id="r")
+    with pytest.raises(ws.WeightSyncError, match="another live receiver 'r'"):
+        second.connect(WAIT)
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    assert value_of(target) == 1
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_receivers_that_died_between_updates_are_said_at_once(peer, scheme, sender):
+    """H1: not at the deadline, when there is nobody left to wait for."""
+    (victim,) = receivers(peer, scheme, "victim")
+    send(sender, 1, wait="applied")
+    victim.kill()
+    eventually(lambda: all(r.state == "dead" for r in sender.receivers()))
+    with pytest.raises(ws.ReceiverError, match=r"'victim'.*dead"):
+        send(sender, 2, timeout=3600)

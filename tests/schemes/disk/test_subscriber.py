@@ -222,3 +222,23 @@ def test_another_mount_point(run, tmp_path):
     with reader.snapshot(version, Deadline(WAIT)) as snapshot:
         snapshot.verify()
     reader.close()
+
+
+def test_a_version_that_somebody_removed_is_not_looked_for_without_end(run):
+    """HEAD names it, and it is not there: nothing but time brings another."""
+    version = publish(run)
+    receiver = run.scheme().create_receiver(zeros())
+    receiver.connect(WAIT)
+    shutil.rmtree(run.scheme().directory(version))
+    assert receiver.poll_and_apply() is None
+    assert receiver.poll_and_apply(timeout=0.2) is None
+    receiver.shutdown()
+
+
+def test_the_same_number_again_is_written_again_if_it_is_gone(run):
+    sender = run.sender()
+    version = sender.update_weights(weights(), version=1).version
+    shutil.rmtree(run.scheme().directory(version))
+    assert sender.update_weights(weights(), version=1).version == version
+    with run.lease(version) as snapshot:
+        assert_same(snapshot.tensor("w0"), weights()["w0"])
