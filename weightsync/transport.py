@@ -34,6 +34,7 @@ class Published:
         changed: see :class:`~weightsync.report.SyncReport`.
         extract: seconds spent in the source; transfer: seconds spent on the bytes.
         skipped: no buffer was free and the scheme does not wait: nothing was published.
+        served: those that it was handed to, where the transport does that; None: whoever looks.
         failures: the receivers that were lost or late on the way; the others have the version.
             For transports that hand it to each receiver themselves.
         notes: what else people should know of it (why a fallback was used, say).
@@ -46,6 +47,7 @@ class Published:
     extract: float
     transfer: float
     skipped: bool = False
+    served: tuple[str, ...] | None = None
     failures: tuple[ReceiverReport, ...] = ()
     notes: tuple[str, ...] = ()
     scheme: str | None = None

@@ -189,7 +189,7 @@ class Update:
         """Send it to those that did not get it: lost on the way, or known elsewhere only."""
         known = known_receivers(self._routes)
         lost = {report.receiver: report for report in published.failures}
-        absent = self._absent(known, used, lost)
+        absent = self._absent(known, used, lost, published.served)
         while absent and left:
             route = left.pop(0)
             there = [id for id in absent if _is_there(known, id, route)]
@@ -217,10 +217,16 @@ class Update:
             return None
 
     def _absent(
-        self, known: dict[str, Said], used: Route, lost: dict[str, ReceiverReport]
+        self,
+        known: dict[str, Said],
+        used: Route,
+        lost: dict[str, ReceiverReport],
+        served: Sequence[str] | None,
     ) -> list[str]:
         """Live receivers that this route did not lead to. Those that were lost and hold the
         version all the same are taken off the list of these."""
+        # One that has just come to a transport that hands versions out was not handed this one.
+        got = set(known if served is None else served)
         absent = []
         for id, said in known.items():
             report = latest(said.values())
@@ -228,7 +234,9 @@ class Update:
                 continue
             if holds(report, self._version):
                 lost.pop(id, None)
-            elif is_alive(report) and (id in lost or not _is_there(known, id, used)):
+            elif is_alive(report) and (
+                id in lost or id not in got or not _is_there(known, id, used)
+            ):
                 absent.append(id)
         return absent
 

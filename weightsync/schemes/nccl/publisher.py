@@ -162,6 +162,9 @@ class NCCLPublisher(Publisher):
             changed,
             looked + streamed,
             time.perf_counter() - began - looked - streamed,
+            served=tuple(
+                member.id for member in transfer.replicas if member.id not in transfer.lost
+            ),
             failures=failures,
         )
 
