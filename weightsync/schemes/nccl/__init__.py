@@ -104,12 +104,15 @@ class NCCLScheme(WeightSyncScheme):
             return
         if isinstance(each, Sequence) and not isinstance(each, str):
             sizes = tuple(size_of(one) for one in each)
+            if not sizes:
+                raise SchemeError(f"gpus_per_replica={each!r}: a number, or one for each replica")
             if self.num_replicas is not None and len(sizes) != self.num_replicas:
                 raise SchemeError(
                     f"gpus_per_replica={each!r} is for {len(sizes)} replicas, num_replicas="
                     f"{self.num_replicas}"
                 )
-            object.__setattr__(self, "gpus_per_replica", sizes)
+            # One is written as a number: the same in a URL.
+            object.__setattr__(self, "gpus_per_replica", sizes if len(sizes) > 1 else sizes[0])
         elif type(each) is int:
             size_of(each)
         else:

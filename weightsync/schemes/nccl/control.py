@@ -57,15 +57,18 @@ class Connection:
     """Messages both ways over one socket. Any thread may send; one thread receives.
 
     Attributes:
+        local_host: the address of this end: the one by which the other end reaches this host.
         heard: when the last message came, in seconds of the monotonic clock.
         proof: what shows the other side that this one knows the token.
     """
 
     proof = ""
+    closed = False
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._sending = threading.Lock()
+        self.local_host = str(connected.getsockname()[0])
         self.heard = time.monotonic()
         _sockets.add(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -82,19 +85,23 @@ class Connection:
         bound = struct.pack("ll", int(SEND_SECONDS), 0)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
-    @property
-    def local_host(self) -> str:
-        """The address of this end: the one by which the other end reaches this host."""
-        return str(self._socket.getsockname()[0])
-
     def send(self, message: Message) -> None:
         """
         Raises:
             OSError: the peer is gone, or takes nothing.
         """
         data = json.dumps(message).encode()
+        left = memoryview(struct.pack(">I", len(data)) + data)
         with self._sending:
-            self._socket.sendall(struct.pack(">I", len(data)) + data)
+            begun = False
+            try:
+                while left:
+                    left = left[self._socket.send(left) :]
+                    begun = True
+            except BaseException:
+                if begun and left:
+                    self.close()  # half a message went out: what follows would make no sense
+                raise
 
     def welcome(self, **fields: Any) -> None:
         """Answer a hello."""
@@ -144,6 +151,7 @@ class Connection:
 
     def close(self) -> None:
         """Hang up; wakes the thread that receives. Idempotent."""
+        self.closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -123,7 +123,10 @@ def connect(endpoint: Endpoint, deadline: Deadline) -> socket.socket:
 
 def _resolve(endpoint: Endpoint) -> list[tuple[int, int, int, str, Any]]:
     """One resolver for both sides, so that they agree on the family."""
-    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label that is empty or too long
+        raise OSError(f"{endpoint.host!r:.100} is no host name: {error}") from None
     return sorted(found, key=lambda entry: entry[0])
 
 

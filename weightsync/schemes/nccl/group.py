@@ -7,11 +7,14 @@ their buffers are never used again, and whoever is done with them is a thread of
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +40,30 @@ STUCK = 60.0
 _POLL = timedelta(milliseconds=50)
 _building = threading.Lock()
 
+_here: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Torch's objects that have threads."""
+
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def _keep(objects: Iterable[Any]) -> None:
+    """Never destroy these: their destructors would wait for threads that do not come to an end."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def _at_exit() -> None:
+    """A thread that is in a destructor when the interpreter ends would take the process down."""
+    _ending.set()
+    for thread in list(_leaving):
+        thread.join(1.0)
+
+
+atexit.register(_at_exit)
+# A child has none of its parent's threads.
+os.register_at_fork(after_in_child=lambda: _keep(list(_here)))
+
 
 def serve_store(host: str) -> tuple[Endpoint, TCPStore]:
     """A store on a free port of an address, on a socket that we bound ourselves."""
@@ -50,12 +77,18 @@ def serve_store(host: str) -> tuple[Endpoint, TCPStore]:
         timeout=timedelta(seconds=30),
         master_listen_fd=listening.detach(),
     )
+    _here.add(store)
     return where, store
 
 
 def join_store(where: Endpoint, seconds: float) -> TCPStore:
     timeout = timedelta(seconds=max(1.0, seconds))
-    return TCPStore(where.host, where.port, is_master=False, timeout=timeout)
+    try:
+        store = TCPStore(where.host, where.port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise WeightSyncError(f"no connection to the store at {where}: {error!s:.300}") from None
+    _here.add(store)
+    return store
 
 
 class Group:
@@ -95,6 +128,7 @@ class Group:
             raise WeightSyncError(
                 f"the {backend} group of {size} could not be built as rank {rank}: {error!s:.500}"
             ) from None
+        _here.add(self._group)
         self._works: list[Work] = []
         self.buffers: list[torch.Tensor] = []
 
@@ -103,7 +137,10 @@ class Group:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=STUCK)
-        work: Work = self._group.broadcast([buffer], options)
+        try:
+            work: Work = self._group.broadcast([buffer], options)
+        except RuntimeError as error:
+            raise WeightSyncError(f"{error!s:.300}") from None
         self._works.append(work)
         return work
 
@@ -151,13 +188,17 @@ class Group:
             nonlocal group, works
             with contextlib.suppress(Exception):
                 group.abort()  # of no effect with gloo
-            for work in works if self._device.type == "cpu" else ():
-                with contextlib.suppress(Exception):
-                    work.wait(timedelta(seconds=STUCK))
+            patience = Deadline(STUCK)
+            gloo = self._device.type == "cpu"
+            while gloo and not patience.expired and not all(w.is_completed() for w in works):
+                if _ending.wait(0.05):
+                    _keep([group, *works])
+                    return
             works = []
             group = None
 
         ending = threading.Thread(target=end, name="weightsync leave", daemon=True)
+        _leaving.add(ending)
         ending.start()
         if self._device.type == "cuda":
             ending.join(10.0)

@@ -151,6 +151,7 @@ class Members:
                 self._require_dead(
                     former.connection, lambda: former.connection is None, f"receiver {receiver!r}"
                 )
+            self._require_open()
             member = Member(receiver, workers, replace(report, receiver=receiver), connection)
             member.silent = first is None
             member.instance = str(hello.get("instance"))
@@ -196,6 +197,11 @@ class Members:
                 member.left = True
             self.changed.notify_all()
 
+    def _require_open(self) -> None:
+        """Whoever comes while this ends would wait for ever for one that is gone."""
+        if self._closed:
+            raise EOFError("the sender has ended")
+
     def _find_peer(self, receiver: str, rank: int) -> Peer | None:
         member = self._by_id.get(receiver)
         found = self._early.get((receiver, rank))
@@ -229,6 +235,7 @@ class Members:
             if other is not None:
                 who = f"process {peer.rank} of receiver {receiver!r}"
                 self._require_dead(other.connection, lambda: other.gone, who)
+            self._require_open()
             self._require_own_device(peer)
             member = self._by_id.get(receiver)
             if member is not None and member.connection is not None:

@@ -142,7 +142,7 @@ class NCCLPublisher(Publisher):
         try:
             summary, streamed = self._send(transfer, inventory, version, deadline)
         except BaseException as error:
-            transfer.cancel()
+            transfer.cancel(orderly=isinstance(error, Exception))
             members.retract(member.id for member in targets)
             if isinstance(error, WeightSyncError) and not transfer.replicas:
                 failures = (*absent, *self._failures(members, transfer))

@@ -312,8 +312,9 @@ class Reader:
         message = arriving.message
         connection = self._current
         try:
-            for part in arriving.parts:
-                self._put(part)
+            if self._update is not None and self._update.number == message["update"]:
+                for part in arriving.parts:
+                    self._put(part)
         except Exception as error:
             self._fail_slot()
             self._say_failed(connection, {"update": message["update"]}, error)
@@ -366,6 +367,8 @@ class Reader:
 
     def _fail_slot(self) -> None:
         if self._update is not None and self._update.slot is not None:
+            if self._under_way:  # what is under way may still arrive there
+                self._update.slot.bytes = torch.empty(0, dtype=torch.uint8)
             self.staging.end(self._update.slot, None)
             self._update.slot = None
 

@@ -20,6 +20,7 @@ from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Bucket
+from weightsync.schemes.nccl.endpoint import is_loopback
 from weightsync.schemes.nccl.group import Group, join_store, serve_store
 from weightsync.schemes.nccl.members import Member, Members, Peer
 from weightsync.schemes.nccl.reader import IN_FLIGHT
@@ -58,6 +59,7 @@ class Rounds:
         self._secret = secrets.token_hex(8)
         self._number = 0
         self._groups: dict[tuple[Peer, ...], tuple[int, Group]] = {}
+        self._busy: int | None = None
 
     def get(self, peers: Sequence[Peer], seconds: float) -> tuple[int, Group]:
         """The group of these processes, built if there is none.
@@ -66,9 +68,11 @@ class Rounds:
             Lost: some did not come. WeightSyncError: it could not be built here.
         """
         key = tuple(peers)
+        self.drop_interrupted()
         self.drop_gone()
         if key in self._groups:
             self._groups[key] = self._groups.pop(key)  # the last used last
+            self._busy = self._groups[key][0]
             return self._groups[key]
         while len(self._groups) >= MAX_GROUPS:
             self.drop(next(iter(self._groups.values()))[0])
@@ -97,7 +101,7 @@ class Rounds:
                     name,
                     0,
                     size,
-                    self._where.host,
+                    _host_for(peers),
                     self._device,
                     seconds,
                 ),
@@ -106,6 +110,7 @@ class Rounds:
                 lambda: self._require_none_failed(peers, number),
             )
             self._groups[key] = number, group
+            self._busy = number
             if not self._members.wait_for(
                 lambda: all(number in peer.grouped for peer in peers),
                 Deadline(seconds),
@@ -157,6 +162,16 @@ class Rounds:
                 del self._groups[key]
                 self._tell_leave(key, number)
                 group.leave()
+
+    def at_rest(self) -> None:
+        """Whatever was begun in the group that was used last is done, by everybody."""
+        self._busy = None
+
+    def drop_interrupted(self) -> None:
+        """Leave a group whose use was broken off, by however many interrupts."""
+        if self._busy is not None:
+            self.drop(self._busy)
+            self._busy = None
 
     def drop_gone(self) -> None:
         """Leave the groups of which a member is gone."""
@@ -260,15 +275,26 @@ class Transfer:
 
         self._ending = True
         self._mending(end)
+        self._rounds.at_rest()
 
-    def cancel(self) -> None:
-        """Nothing comes of it; everybody forgets what has arrived."""
+    def cancel(self, orderly: bool) -> None:
+        """Nothing comes of it; everybody forgets what has arrived.
+
+        Args:
+            orderly: what was said to all has also been done. Otherwise, after an interrupt, some
+                may wait for a bucket that never left: the group is left.
+        """
         try:
-            while self._under_way and self._group is not None:
+            while orderly and self._under_way and self._group is not None:
                 self._settle_oldest()
         except (Lost, WeightSyncError):
-            self._rounds.drop(self._round)
-        self._tell({"op": "cancel", "update": self._update})
+            orderly = False
+        if orderly:
+            self._tell({"op": "cancel", "update": self._update})
+            self._rounds.at_rest()
+        else:
+            self._rounds.drop_interrupted()
+            self._tell({"op": "cancel", "update": self._update})
 
     # ---------------------------------------------------------------- losing replicas
 
@@ -326,7 +352,7 @@ class Transfer:
         self._peers = [peer for peer in self._peers if peer.receiver not in self.lost]
         gone = [member for member in self._replicas if member.id in self.lost]
         for member in gone:
-            for peer in member.peers.values():
+            for peer in list(member.peers.values()):  # they are leaving just now
                 peer.connection.tell({"op": "cancel", "update": self._update})
         self._replicas = [member for member in self._replicas if member not in gone]
 
@@ -375,8 +401,8 @@ class Transfer:
             if peer.fingerprint != self._manifest.fingerprint:
                 document = document or self._manifest.to_json().decode()
                 message["manifest"] = document
-                peer.fingerprint = self._manifest.fingerprint
             peer.connection.tell(message)
+            peer.fingerprint = self._manifest.fingerprint
         self._await(
             lambda peer: peer.ready == (self._update, self._round) or peer.busy == self._update,
             "it does not get ready",
@@ -490,6 +516,12 @@ _BUSY = (
     "its engine still reads the versions in all of its buffers= (more of them give a slow one more "
     "time)"
 )
+
+
+def _host_for(peers: Sequence[Peer]) -> str:
+    """The address by which these reach this host, also if it listens at 0.0.0.0."""
+    hosts = [peer.connection.local_host for peer in peers]
+    return next((host for host in hosts if not is_loopback(host)), hosts[0])
 
 
 def _buffer(size: int, device: torch.device) -> torch.Tensor:
