@@ -69,7 +69,9 @@ def test_versions_on_a_disk(run_dir, tmp_path):
     from safetensors.torch import load_file
 
     model = torch.nn.Linear(4, 4)
-    names = run("docs/schemes.md", "disk", run_dir, model=model, run_directory=str(tmp_path / "run"))
+    names = run(
+        "docs/schemes.md", "disk", run_dir, model=model, run_directory=str(tmp_path / "run")
+    )
     (file,) = pathlib.Path(names["folder"]).glob("*.safetensors")
     assert_all_same(load_file(file), dict(model.state_dict()))
 
