@@ -38,7 +38,7 @@ MAX_MESSAGE = 1 << 30
 HELLO_SECONDS = 5.0
 """Whoever connects and says nothing is hung up on after this."""
 
-SEND_SECONDS = 10.0
+SEND_SECONDS = 5.0
 """A peer that takes no bytes for so long has stopped."""
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

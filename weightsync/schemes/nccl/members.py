@@ -81,7 +81,10 @@ class Member:
 
     @property
     def is_whole(self) -> bool:
-        return self.connection is not None and len(self.peers) == self.workers
+        if self.connection is None or self.connection.closed:
+            return False
+        here = [peer for peer in list(self.peers.values()) if not peer.connection.closed]
+        return len(here) == self.workers
 
     @property
     def failed(self) -> bool:
@@ -89,7 +92,7 @@ class Member:
 
     def missing(self) -> str:
         """Why not all of it is there."""
-        if self.connection is None:
+        if self.connection is None or self.connection.closed:
             return "its process is gone"
         absent = sorted(set(range(self.workers)) - set(self.peers))
         return f"{len(absent)} of its {self.workers} processes are not connected: {absent}"
@@ -423,6 +426,9 @@ class Members:
                 member = self._by_id.get(id)
                 if member is not None and member.connection is None:
                     del self._by_id[id]
+                    # Those of its processes that are back already, before itself.
+                    back = [peer for peer in member.peers.values() if not peer.gone]
+                    self._early.update({(id, peer.rank): peer for peer in back})
                 elif member is not None:
                     member.said = True
 
