@@ -19,7 +19,8 @@ def run_dir():
     path = f"/dev/shm/weightsync-test-{os.getpid()}-{secrets.token_hex(4)}"
     yield path
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # processes of the test may still write there
+        shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         os.unlink(path)
 

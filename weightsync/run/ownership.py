@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from weightsync.deadline import Deadline
 from weightsync.errors import SenderBusyError, VersionError, WeightSyncError
 from weightsync.files import Directory, Lock
-from weightsync.run.receivers import sweep_records
+from weightsync.run.receivers import names_of_records, sweep_records
 from weightsync.run.records import MAX_RECORD, SENDER_LOCK
 from weightsync.version import Version
 
@@ -56,11 +56,10 @@ class Ownership:
             SenderBusyError: another live sender owns it.
         """
         self.release()  # the directory was removed behind our back
-        run, lock = self._lock_run(deadline)
+        run, lock, left = self._lock_run(deadline)
         self._run, self._lock, self._pid = run, lock, os.getpid()
         try:
-            # At once: receivers come as soon as they see the lock, and leave records of their own.
-            sweep_records(run)
+            sweep_records(run, left)
             yield run
         except BaseException:
             self._run = self._lock = None
@@ -72,8 +71,10 @@ class Ownership:
         # this runs at the end of multiprocessing's children too.
         self._end = Finalize(self, _end, (run, lock, self._at_end, self._pid), exitpriority=0)
 
-    def _lock_run(self, deadline: Deadline) -> tuple[Directory, Lock]:
-        def attempt() -> tuple[Directory, Lock] | None:
+    def _lock_run(self, deadline: Deadline) -> tuple[Directory, Lock, list[str]]:
+        """The run, its lock, and what receivers had left before it was locked."""
+
+        def attempt() -> tuple[Directory, Lock, list[str]] | None:
             try:
                 run = Directory.open(self.path, create=True)
             except FileNotFoundError:
@@ -84,8 +85,10 @@ class Ownership:
                 lock = Lock(run, SENDER_LOCK, create=True)
             except FileNotFoundError:
                 return None
+            # Looked at first: receivers come as soon as they see the lock.
+            left = names_of_records(run)
             if lock.try_exclusive() and lock.exists:
-                return run, lock
+                return run, lock, left
             lock.release()
             return None
 

@@ -211,10 +211,21 @@ def _forget(records: Directory, receiver: str, *others: str) -> None:
     lock.release()
 
 
-def sweep_records(run: Directory) -> None:
-    """Make room for records, and remove what dead receivers left, half-written ones included."""
+def names_of_records(run: Directory) -> list[str]:
+    """The files that receivers have left so far."""
+    try:
+        return run.subdirectory(RECEIVERS).names()
+    except FileNotFoundError:
+        return []
+
+
+def sweep_records(run: Directory, left: Sequence[str]) -> None:
+    """Make room for records, and remove those of ``left`` whose receivers are dead.
+
+    Others may be of this sender's own time already: one whose set-up fails is dead soon.
+    """
     records = run.subdirectory(RECEIVERS, create=True)
-    for name in records.names():
+    for name in left:
         receiver = receiver_of(name)
         if receiver is not None:
             _forget(records, receiver, name)
