@@ -8,7 +8,7 @@ import pytest
 import weightsync as ws
 from tests.vllm.conftest import expected, greedy, llama_config, make_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_tokens_are_those_of_the_model_whichever_way_it_came(llama, tmp_path, path):
