@@ -1,10 +1,10 @@
-"""A scheme is plain configuration: it travels as a URL, a dict or a pickle."""
+"""A scheme is plain configuration: it travels as a URL, a dict or an argument."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -30,9 +30,10 @@ class Configuration(Conformance):
         assert scheme_from_dict(values) == scheme
         assert scheme_from_dict(json.loads(json.dumps(values))) == scheme
 
-    def test_a_pickle(self, scheme: WeightSyncScheme) -> None:
-        assert pickle.loads(pickle.dumps(scheme)) == scheme
-        assert hash(pickle.loads(pickle.dumps(scheme))) == hash(scheme)
+    def test_another_process_gets_an_equal_one(self, run: Run, scheme: WeightSyncScheme) -> None:
+        """As a plain argument, the way users hand it to a process that they start."""
+        assert run.peer().call(describe, scheme) == (scheme.to_dict(), True)
+        assert hash(copy.deepcopy(scheme)) == hash(scheme)
 
     def test_it_does_not_change(self, scheme: WeightSyncScheme) -> None:
         """Frozen: both ends of a run, and all their copies, go by the same."""
@@ -87,3 +88,7 @@ def end_twice(state: Any, end: str) -> None:
 
 def receive_by_url(state: Any, url: str, id: str) -> None:
     roles.receive_in(state, scheme_from_url(url), id)
+
+
+def describe(state: Any, scheme: WeightSyncScheme) -> tuple[dict[str, Any], bool]:
+    return scheme.to_dict(), scheme_from_url(scheme.to_url()) == scheme
