@@ -67,6 +67,20 @@ def read_addressees(value: Any) -> tuple[str, ...] | None:
     return None if value is None else tuple(text(name) for name in value)
 
 
+def commit_to_json(
+    version: Version, receivers: tuple[str, ...] | None, **fields: str | int | float
+) -> bytes:
+    """What every scheme's commit says, and what only this scheme's does."""
+    addressed = None if receivers is None else list(receivers)
+    head = {"epoch": version.epoch, "number": version.number}
+    return json.dumps({**head, **fields, "receivers": addressed}).encode()
+
+
+def read_version(fields: Any) -> Version:
+    """Of a commit, inside :func:`reading`."""
+    return Version.parse([fields["epoch"], fields["number"]])
+
+
 def receiver_of(name: str) -> str | None:
     """Whose record, lock or half-written record a file is; None if it is none of these."""
     match = _RECEIVER_FILE.match(name)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import xxhash
 
 from weightsync.chunks import Digests
-from weightsync.run.records import number, read_addressees, reading, text
+from weightsync.run.records import (
+    commit_to_json,
+    number,
+    read_addressees,
+    read_version,
+    reading,
+    text,
+)
 from weightsync.schemes.disk.names import version_name
 from weightsync.version import Version
 
@@ -35,17 +42,14 @@ class Commit:
         return version_name(self.version)
 
     def to_json(self) -> bytes:
-        return json.dumps(
-            {
-                "epoch": self.version.epoch,
-                "number": self.version.number,
-                "directory": self.directory,
-                "digest": self.digest,
-                "nbytes": self.nbytes,
-                "receivers": None if self.receivers is None else list(self.receivers),
-                "time": self.time,
-            }
-        ).encode()
+        return commit_to_json(
+            self.version,
+            self.receivers,
+            directory=self.directory,
+            digest=self.digest,
+            nbytes=self.nbytes,
+            time=self.time,
+        )
 
     @classmethod
     def from_json(cls, data: bytes, what: str) -> Commit:
@@ -56,7 +60,7 @@ class Commit:
         with reading(what):
             fields = json.loads(data)
             commit = cls(
-                Version.parse([fields["epoch"], fields["number"]]),
+                read_version(fields),
                 text(fields["digest"]),
                 number(fields["nbytes"]),
                 read_addressees(fields["receivers"]),

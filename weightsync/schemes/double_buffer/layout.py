@@ -10,7 +10,15 @@ import xxhash
 
 from weightsync.chunks import Digests
 from weightsync.manifest import Manifest
-from weightsync.run.records import is_temporary, number, read_addressees, reading, text
+from weightsync.run.records import (
+    commit_to_json,
+    is_temporary,
+    number,
+    read_addressees,
+    read_version,
+    reading,
+    text,
+)
 from weightsync.version import Version
 
 HEAD = "head.json"
@@ -77,18 +85,15 @@ class Commit:
     time: float
 
     def to_json(self) -> bytes:
-        return json.dumps(
-            {
-                "epoch": self.version.epoch,
-                "number": self.version.number,
-                "generation": self.generation,
-                "slot": self.slot,
-                "digest": self.digest,
-                "nbytes": self.nbytes,
-                "receivers": None if self.receivers is None else list(self.receivers),
-                "time": self.time,
-            }
-        ).encode()
+        return commit_to_json(
+            self.version,
+            self.receivers,
+            generation=self.generation,
+            slot=self.slot,
+            digest=self.digest,
+            nbytes=self.nbytes,
+            time=self.time,
+        )
 
     @classmethod
     def from_json(cls, data: bytes, what: str) -> Commit:
@@ -99,7 +104,7 @@ class Commit:
         with reading(what):
             fields = json.loads(data)
             commit = cls(
-                Version.parse([fields["epoch"], fields["number"]]),
+                read_version(fields),
                 text(fields["generation"]),
                 number(fields["slot"]),
                 text(fields["digest"]),
