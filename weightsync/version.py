@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from weightsync.errors import VersionError
+
 
 class Version(NamedTuple):
     """``(epoch, number)``, ordered as a pair.
@@ -35,3 +37,17 @@ class Version(NamedTuple):
             if type(epoch) is int and type(number) is int and epoch >= 0 and number >= 0:
                 return cls(epoch, number)
         raise ValueError(f"not a version: {value!r:.80}")
+
+
+def require_newer(version: Version, epoch: int, last: Version | None) -> None:
+    """
+    Args:
+        epoch: the sender's; last: the last version that it published. The same once more is fine.
+
+    Raises:
+        VersionError: the version is of another epoch, or older than the last one.
+    """
+    if version.epoch != epoch:
+        raise VersionError(f"{version} is not of this sender's epoch {epoch}")
+    if last is not None and version < last:
+        raise VersionError(f"version {version.number} is older than the last, {last.number}")

@@ -15,7 +15,7 @@ from weightsync.errors import SenderBusyError, VersionError, WeightSyncError
 from weightsync.files import Directory, Lock
 from weightsync.run.receivers import names_of_records, sweep_records
 from weightsync.run.records import MAX_RECORD, SENDER_LOCK
-from weightsync.version import Version
+from weightsync.version import Version, require_newer
 
 BUSY_SECONDS = 2.0
 """How long a sender waits for another one that is just about to end."""
@@ -149,10 +149,7 @@ class Ownership:
         Raises:
             VersionError: the version is of another epoch, or older than the last one.
         """
-        if version.epoch != self.epoch:
-            raise VersionError(f"{version} is not of this sender's epoch {self.epoch}")
-        if last is not None and version < last:
-            raise VersionError(f"version {version.number} is older than the last, {last.number}")
+        require_newer(version, self.epoch, last)
 
     def release(self) -> None:
         """Do what is to be done at the end, and let others have the run. Idempotent."""

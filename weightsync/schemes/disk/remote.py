@@ -48,7 +48,7 @@ from weightsync.schemes.disk.store import Store
 from weightsync.schemes.disk.version import Written, write_version
 from weightsync.source import WeightSource
 from weightsync.transport import Crew, Published, Publisher, Snapshot, Subscriber
-from weightsync.version import Version
+from weightsync.version import Version, require_newer
 
 if TYPE_CHECKING:
     from weightsync.schemes.disk import DiskScheme
@@ -171,12 +171,7 @@ class RemotePublisher(Publisher):
     ) -> Published:
         began = time.perf_counter()
         history = self._history
-        if version.epoch != self._epoch:
-            raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
-        if history.last is not None and version < history.last:
-            raise VersionError(
-                f"version {version.number} is older than the last, {history.last.number}"
-            )
+        require_newer(version, self._epoch, history.last)
         self._owned(deadline)
         self._records.forget_signed_off()
         meant_for = addressees(receivers)

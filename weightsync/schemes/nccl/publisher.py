@@ -26,7 +26,7 @@ from weightsync.schemes.nccl.topology import device_identity
 from weightsync.schemes.nccl.transfer import Rounds, Transfer
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
-from weightsync.version import Version
+from weightsync.version import Version, require_newer
 
 if TYPE_CHECKING:
     from weightsync.schemes.nccl import NCCLScheme
@@ -119,7 +119,7 @@ class NCCLPublisher(Publisher):
     ) -> Published:
         began = time.perf_counter()
         members, rounds = self._owned()
-        self._require_newer(version)
+        require_newer(version, self._epoch, self._last)
         members.forget_signed_off()
         for receiver in receivers or ():
             if not is_receiver_id(receiver):
@@ -262,14 +262,6 @@ class NCCLPublisher(Publisher):
             state = "waiting" if late else "dead"
             failures.append(replace(report, state=state, error=why))  # type: ignore[arg-type]
         return failures
-
-    def _require_newer(self, version: Version) -> None:
-        if version.epoch != self._epoch:
-            raise VersionError(f"{version} is not of this sender's epoch {self._epoch}")
-        if self._last is not None and version < self._last:
-            raise VersionError(
-                f"version {version.number} is older than the last, {self._last.number}"
-            )
 
     # ---------------------------------------------------------------- receivers
 
