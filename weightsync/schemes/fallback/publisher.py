@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weightsync.deadline import Deadline
-from weightsync.errors import VersionError, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.schemes.fallback.again import Rereadable
@@ -18,7 +18,7 @@ from weightsync.schemes.fallback.route import Route
 from weightsync.schemes.fallback.update import Update, as_one
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
-from weightsync.version import Version
+from weightsync.version import Version, require_newer
 
 log = logging.getLogger("weightsync")
 
@@ -96,7 +96,7 @@ class FallbackPublisher(Publisher):
         receivers: Sequence[str] | None = None,
         crew: Crew | None = None,
     ) -> Published:
-        self._require_newer(version)
+        require_newer(version, self._require_open(), self._last)
         update = Update(
             version,
             Rereadable(weights.inventory()),
@@ -120,15 +120,6 @@ class FallbackPublisher(Publisher):
             published = replace(published, changed=None)
         self._last, self._used, self._sent = version, update.used, update.sent
         return published
-
-    def _require_newer(self, version: Version) -> None:
-        epoch = self._require_open()
-        if version.epoch != epoch:
-            raise VersionError(f"{version} is not of this sender's epoch {epoch}")
-        if self._last is not None and version < self._last:
-            raise VersionError(
-                f"version {version.number} is older than the last, {self._last.number}"
-            )
 
     def _send(self, update: Update, again: bool) -> Published:
         routes = list(self._routes)
