@@ -212,10 +212,10 @@ def _forget(records: Directory, receiver: str, *others: str) -> None:
 
 
 def names_of_records(run: Directory) -> list[str]:
-    """The files that receivers have left so far."""
+    """The files that receivers have left so far; none if there is no such directory of ours."""
     try:
         return run.subdirectory(RECEIVERS).names()
-    except FileNotFoundError:
+    except (FileNotFoundError, WeightSyncError):
         return []
 
 
