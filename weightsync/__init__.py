@@ -28,12 +28,14 @@ _PUBLIC = {
     "ParamSpec": "weightsync.manifest",
     "WeightSource": "weightsync.source",
     "AdapterSource": "weightsync.sources.adapter",
-    "VLLMAdapter": "weightsync.engines.vllm_adapter",
+    "VLLMAdapter": "weightsync.engines.vllm.adapter",
     "Publisher": "weightsync.transport",
     "Subscriber": "weightsync.transport",
     "Snapshot": "weightsync.transport",
     "SyncReport": "weightsync.report",
     "ReceiverReport": "weightsync.report",
+    "EngineReport": "weightsync.report",
+    "Replicas": "weightsync.replicas",
     "Seconds": "weightsync.report",
     "Version": "weightsync.version",
     "WeightSyncError": "weightsync.errors",
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine as Engine
     from weightsync.engine import Update as Update
     from weightsync.engine import Verification as Verification
-    from weightsync.engines.vllm_adapter import VLLMAdapter as VLLMAdapter
+    from weightsync.engines.vllm.adapter import VLLMAdapter as VLLMAdapter
     from weightsync.errors import CorruptError as CorruptError
     from weightsync.errors import DeadlineError as DeadlineError
     from weightsync.errors import EngineDiedError as EngineDiedError
@@ -93,6 +95,8 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest as Manifest
     from weightsync.manifest import ParamSpec as ParamSpec
     from weightsync.receiver import Receiver as Receiver
+    from weightsync.replicas import Replicas as Replicas
+    from weightsync.report import EngineReport as EngineReport
     from weightsync.report import ReceiverReport as ReceiverReport
     from weightsync.report import Seconds as Seconds
     from weightsync.report import SyncReport as SyncReport

@@ -63,7 +63,8 @@ class Verification:
 class Engine(ABC):
     """An inference engine. The receiver calls, in this order and from one thread at a time:
 
-    ``connect`` once; then for each update ``check`` and ``stage`` while requests run, ``pause``,
+    ``workers``, ``number_workers`` and ``connect`` once, and again when it is thought to be dead;
+    then for each update ``check`` and ``stage`` while requests run, ``pause``,
     ``apply``, ``flush``, ``label``, and ``resume`` in any case. If anything after ``pause`` fails,
     ``apply`` is called again with the last good version.
     """
@@ -74,9 +75,24 @@ class Engine(ABC):
         """The object whose weights are updated: the one the user passed."""
 
     @property
-    def workers(self) -> int:
-        """How many processes of its own open the snapshots; 0: the receiver's process does."""
+    def name(self) -> str:
+        """How messages call it, where a receiver has several."""
+        return type(self.target).__name__
+
+    def workers(self, deadline: Deadline) -> int:
+        """How many processes of its own open the snapshots; 0: the receiver's process does.
+
+        Raises:
+            EngineError: it cannot be reached.
+        """
         return 0
+
+    def number_workers(self, first: int, total: int) -> None:
+        """Say, before ``connect``, which of all workers of a receiver's engines are its own.
+
+        They are ``first`` and those that follow, of ``total``; see
+        :meth:`~weightsync.scheme.WeightSyncScheme.create_reader`.
+        """
 
     def connect(self, url: str, deadline: Deadline) -> None:
         """Get ready to take updates from this scheme.

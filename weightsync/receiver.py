@@ -8,7 +8,6 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -17,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from weightsync.deadline import Deadline
-from weightsync.engine import Engine, Fit, Update, Verification, as_engine
+from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import (
     DeadlineError,
-    EngineDiedError,
-    EngineError,
     EngineUnusableError,
     VersionGoneError,
     WeightSyncError,
 )
+from weightsync.fleet import Fleet, words_of
 from weightsync.interrupts import deferred_interrupts
-from weightsync.report import ReceiverReport, Seconds, State, SyncReport
+from weightsync.replicas import engines_of
+from weightsync.report import ReceiverReport, State, SyncReport
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -43,14 +42,14 @@ _AGAIN = 0.02
 
 
 class Receiver:
-    """Watches for new versions and puts them into an engine.
+    """Watches for new versions and puts them into an engine, or into several alike.
 
     Updates are applied by ``poll_and_apply``, by iterating, in the background after ``follow``,
     or by a sender in the same process it was attached to; one at a time in any case.
 
     Args:
         scheme: as on the sender's side.
-        engine: see :func:`weightsync.engine.as_engine`.
+        engine: see :func:`weightsync.engine.as_engine`; of several :class:`Replicas`, or a list.
         id: how the sender knows this receiver; unique in the run. Letters, digits, ``._-``.
         apply_timeout: seconds that one update of the engine may take, once it has begun.
         **options: of the engine.
@@ -67,21 +66,21 @@ class Receiver:
     ) -> None:
         self.scheme = scheme
         self.id = id or _new_id()
-        self._engine = as_engine(engine, **options)
         self._options = options
         self._apply_timeout = apply_timeout
         self._subscriber = scheme.create_subscriber(self.id)
         self._url = scheme.for_workers(self.id).to_url()
+        self._fleet = self._fleet_of(engine, options)
         self._held: Update | None = None
-        self._attempted: Version | None = None
         self._missed: Version | None = None
-        self._state: State = "connected"
-        self._error: str | None = None
-        self._seconds = Seconds()
+        self._failed: str | None = None
         self._connected = False
         self._busy = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _fleet_of(self, engine: Any, options: dict[str, Any]) -> Fleet:
+        return Fleet(engines_of(engine, **options), self._url, self._apply_timeout)
 
     # ---------------------------------------------------------------- set-up
 
@@ -95,10 +94,10 @@ class Receiver:
         deadline = Deadline(timeout)
         with self._busy:
             try:
-                self._engine.connect(self._url, deadline)
-                self._subscriber.delegate(self._engine.workers)
+                self._subscriber.delegate(self._fleet.connect(deadline))
+                self._failed = None
             except Exception as error:
-                self._state, self._error = "failed", _words(error)
+                self._failed = words_of(error)
                 self._tell_failure(deadline.at_most(_REPORT_SECONDS))
                 raise
             self._subscriber.open(deadline)
@@ -122,29 +121,41 @@ class Receiver:
 
     @property
     def engine(self) -> Engine:
-        return self._engine
+        """The first of the engines, which is mostly the only one."""
+        return self._fleet.members[0].engine
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """All of them, by name."""
+        return {member.name: member.engine for member in self._fleet.members}
 
     @property
     def version(self) -> Version | None:
-        """The whole, confirmed version the engine holds."""
-        return self._held.version if self._held else None
+        """The whole, confirmed version the engine holds; of several the oldest."""
+        return self._fleet.version
 
     @property
     def ready(self) -> bool:
         """Whether the engine holds a confirmed version, and has not lost it in sleep."""
-        return self._held is not None and not self._engine.lost_weights()
+        return self.version is not None and not self._fleet.lost_weights()
+
+    @property
+    def state(self) -> State:
+        return "failed" if self._failed else self._fleet.state
 
     def status(self) -> ReceiverReport:
         """Where this receiver stands; the same that the sender sees."""
+        attempted = [m.attempted for m in self._fleet.members if m.attempted is not None]
         return ReceiverReport(
             self.id,
-            self._state,
+            self.state,
             self.version,
-            self._attempted,
-            self._error,
+            max(attempted, default=None),
+            self._failed or self._fleet.error,
             socket.gethostname(),
             os.getpid(),
-            self._seconds,
+            self._fleet.seconds,
+            tuple(member.report() for member in self._fleet.members),
         )
 
     def require_ready(self) -> None:
@@ -152,10 +163,11 @@ class Receiver:
         Raises:
             EngineUnusableError: the engine holds no whole known version; says why.
         """
-        if self._engine.lost_weights():
+        if self._fleet.lost_weights():
             raise EngineUnusableError(f"receiver {self.id!r}: the engine lost its weights in sleep")
-        if self._held is None:
-            why = f": {self._error}" if self._error else ", none has arrived yet"
+        if self.version is None:
+            error = self._failed or self._fleet.error
+            why = f": {error}" if error else ", none has arrived yet"
             raise EngineUnusableError(f"receiver {self.id!r} holds no version{why}")
 
     # ---------------------------------------------------------------- updates
@@ -180,14 +192,14 @@ class Receiver:
         deadline = Deadline(timeout)
         gone: Version | None = None
         while True:
-            after = None if self._engine.lost_weights() else self.version
+            after = None if self._fleet.lost_weights() else self.version
             version = self._subscriber.wait(after, deadline)
             if version is None:
                 return None
             try:
                 with self._alone(Deadline(self._apply_timeout)) as deadline_of_apply:
                     if self._is_new(version):
-                        return self._apply(version, deadline_of_apply)
+                        return self._apply(version, deadline_of_apply, again=False)
             except VersionGoneError as error:
                 # Newer ones came while this one was looked at: take the newest there is. If that
                 # is the same one, somebody has removed it: nothing but time brings another.
@@ -218,7 +230,7 @@ class Receiver:
                 if chosen is None:
                     raise DeadlineError(f"no version within {deadline.seconds:.1f} s")
                 try:
-                    return self._apply(chosen, deadline)
+                    return self._apply(chosen, deadline, again=True)
                 except VersionGoneError:
                     if version is not None or deadline.expired:
                         raise
@@ -234,7 +246,7 @@ class Receiver:
     def _is_new(self, version: Version) -> bool:
         """Another thread may have applied a newer one since this was seen."""
         held = self.version
-        return held is None or version > held or self._engine.lost_weights()
+        return held is None or version > held or self._fleet.lost_weights()
 
     @contextmanager
     def _alone(self, deadline: Deadline) -> Iterator[Deadline]:
@@ -253,95 +265,29 @@ class Receiver:
         finally:
             self._busy.release()
 
-    def _apply(self, version: Version, deadline: Deadline) -> SyncReport:
-        began = time.perf_counter()
+    def _apply(self, version: Version, deadline: Deadline, again: bool) -> SyncReport:
         snapshot = self._subscriber.snapshot(version, deadline)
         update = Update(self._url, version, snapshot)
-        paused = 0.0
-        loaded = False
         try:
             with deferred_interrupts():
-                fit = self._engine.check(snapshot.manifest)
-                self._engine.stage(update, deadline)
-                pause_began = time.perf_counter()
-                try:
-                    self._engine.pause(deadline)
-                    self._load(update, deadline)
-                    loaded = True
-                finally:
-                    self._engine.resume()
-                    paused = time.perf_counter() - pause_began
-                self._keep(update, began, paused)
-        except BaseException as error:
-            if self._held is update:
-                raise  # interrupted when all was done
-            self._engine.unstage()
-            snapshot.close()
-            if loaded or isinstance(error, EngineDiedError):
-                self._let_go()  # it could not be resumed, or is gone
-            self._attempted, self._error = version, _words(error)
-            self._seconds = Seconds(apply=time.perf_counter() - began, pause=paused)
+                fit = self._fleet.update(update, self._held, deadline, again)
+        finally:
+            self._keep(update)
             self._acknowledge()
-            raise
         return self._report(update, fit)
 
-    def _keep(self, update: Update, began: float, paused: float) -> None:
-        """The engine holds a version: keep its lease, end the former one's, tell the sender."""
-        former, self._held = self._held, update
-        if former is not None:
+    def _keep(self, update: Update) -> None:
+        """The lease of the newest version that an engine holds, and no other."""
+        former = self._held
+        if self._fleet.holds(update.version):
+            self._held = update
+            if former is not None:
+                former.snapshot.close()
+            return
+        update.snapshot.close()
+        if former is not None and not self._fleet.holds(former.version):
+            self._held = None
             former.snapshot.close()
-        self._state, self._error, self._attempted = "applied", None, update.version
-        total = time.perf_counter() - began
-        self._seconds = Seconds(apply=total, pause=paused, total=total)
-        self._acknowledge()
-
-    def _load(self, update: Update, deadline: Deadline) -> None:
-        """Load, flush and label; on failure bring the last good version back."""
-        try:
-            self._load_whole(update, deadline)
-        except BaseException as error:
-            self._recover(error)
-            raise
-
-    def _load_whole(self, update: Update, deadline: Deadline) -> None:
-        self._engine.apply(update, deadline)
-        invalid = self._engine.unrestored()
-        if invalid:
-            raise EngineError(
-                f"tensors that the engine lost in sleep were not restored: {', '.join(invalid)}"
-            )
-        self._engine.flush(deadline)
-        self._engine.label(update.version)
-
-    def _recover(self, cause: BaseException) -> None:
-        """Put the last good version back, or say that the engine holds none."""
-        held = self._held
-        why = "there is no earlier version"
-        if held is not None:
-            try:
-                self._load_whole(held, Deadline(self._apply_timeout))
-                self._state = "rolled back"
-                return
-            except Exception as error:
-                why = f"rolling back to {held.version} failed: {_words(error)}"
-            except BaseException:
-                self._let_go()
-                raise
-        self._let_go()
-        log.error("receiver %s is unusable until the next full update: %s", self.id, why)
-        try:
-            self._engine.label(None)
-        except Exception as error:
-            log.warning("receiver %s: the engine keeps its label: %s", self.id, _words(error))
-        if hasattr(cause, "add_note"):
-            cause.add_note(f"the engine holds no whole version now: {why}")
-
-    def _let_go(self) -> None:
-        """The engine holds no whole version."""
-        if self._held is not None:
-            self._held.snapshot.close()
-        self._held = None
-        self._state = "unusable"
 
     def _report(self, update: Update, fit: Fit) -> SyncReport:
         manifest = update.snapshot.manifest
@@ -351,9 +297,10 @@ class Receiver:
             manifest.payload,
             len(manifest.tensors),
             None,
-            self._seconds,
+            self._fleet.seconds,
             fit.missing,
             fit.unexpected,
+            receivers=(self.status(),),
         )
 
     # ---------------------------------------------------------------- other ways to be driven
@@ -396,7 +343,7 @@ class Receiver:
                     if self._stop.is_set():
                         return
                     pause = min(30.0, 2 * pause or 0.5)
-                    log.warning("receiver %s: %s", self.id, _words(error))
+                    log.warning("receiver %s: %s", self.id, words_of(error))
                     if on_error is not None and isinstance(error, Exception):
                         try:
                             on_error(error)
@@ -417,34 +364,33 @@ class Receiver:
 
         It holds no version until the next update; ``apply_weights()`` makes it current at once.
         """
-        new = as_engine(engine, **(options or self._options))
+        new = self._fleet_of(engine, options or self._options)
         with self._busy:
             if self._connected:
-                new.connect(self._url, Deadline(self._apply_timeout))
-            self._engine.close()
-            self._engine = new
+                new.connect(Deadline(self._apply_timeout))
+            self._fleet.close()
+            self._fleet = new
             if self._held is not None:
                 self._held.snapshot.close()
             self._held = None
-            self._state = "connected"
             if self._connected:
                 self._acknowledge()
 
     def is_bound_to(self, target: Any) -> bool:
         """Whether updates go to this very object, and not to something it was copied from."""
-        return self._engine.target is target or self._engine is target
+        return any(e.target is target or e is target for e in self.engines.values())
 
     def verify_weights(self) -> Verification:
-        """Compare what the engine holds with the version it claims, bit for bit.
+        """Compare what the engine holds with the version it claims.
 
         Raises:
             EngineUnusableError: it claims none.
         """
         with self._busy:
-            if self._held is None:
+            if self._held is None or self.version is None:
                 raise EngineUnusableError(f"receiver {self.id!r} holds no version to compare with")
             self._held.snapshot.verify()
-            return self._engine.verify(self._held)
+            return self._fleet.verify(self._held)
 
     # ---------------------------------------------------------------- the end
 
@@ -465,7 +411,7 @@ class Receiver:
             if self._held is not None:
                 self._held.snapshot.close()
             if self._connected:
-                self._engine.close()
+                self._fleet.close()
             self._connected = False
             self._subscriber.close()
         finally:
@@ -492,10 +438,6 @@ class Receiver:
     def _require_connected(self) -> None:
         if not self._connected:
             raise WeightSyncError("the receiver is not connected: call connect() first")
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:4000]
 
 
 def _new_id() -> str:

@@ -34,13 +34,32 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class EngineReport:
+    """Where one engine of a receiver stands. Fields as in :class:`ReceiverReport`."""
+
+    engine: str
+    state: State
+    version: Version | None = None
+    attempted: Version | None = None
+    error: str | None = None
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def __str__(self) -> str:
+        held = f"holds {self.version}" if self.version else "holds no version"
+        words = f": {self.error}" if self.error else ""
+        return f"engine {self.engine!r}: {self.state}, {held}{words}"
+
+
+@dataclass(frozen=True)
 class ReceiverReport:
     """What one receiver says of itself, and of the last version it tried.
 
     Attributes:
-        version: the whole, confirmed version its engine holds, if any.
+        version: the whole, confirmed version its engine holds, if any; of several engines the
+            oldest that a living one holds.
         attempted: the last version it tried to apply, whatever came of it.
         error: its own words, when the last attempt or its set-up failed.
+        engines: each of its engines.
     """
 
     receiver: str
@@ -51,6 +70,7 @@ class ReceiverReport:
     host: str = ""
     pid: int = 0
     seconds: Seconds = field(default_factory=Seconds)
+    engines: tuple[EngineReport, ...] = ()
 
     def __str__(self) -> str:
         held = f"holds {self.version}" if self.version else "holds no version"
@@ -73,7 +93,8 @@ class SyncReport:
         missing: names the engine has and the sender did not send (receivers, ``strict=False``).
         unexpected: names that were sent and the engine does not have (likewise).
         skipped: the sender found no free buffer and was told not to wait: nothing was published.
-        receivers: what the receivers known at the end of the call said.
+        receivers: what the receivers known at the end of the call said; of a receiver's own
+            report, itself.
         notes: what else people should know of it (why a fallback was used, say).
     """
 
@@ -110,7 +131,12 @@ class SyncReport:
 
 
 def _receiver(document: dict[str, Any]) -> ReceiverReport:
+    engines = tuple(EngineReport(**_fields(engine)) for engine in document.get("engines", ()))
+    return ReceiverReport(**{**_fields(document), "engines": engines})
+
+
+def _fields(document: dict[str, Any]) -> dict[str, Any]:
     fields = {**document, "seconds": Seconds(**document["seconds"])}
     for name in ("version", "attempted"):
         fields[name] = Version(*document[name]) if document[name] else None
-    return ReceiverReport(**fields)
+    return fields

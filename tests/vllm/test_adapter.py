@@ -23,7 +23,7 @@ from tests.vllm.conftest import (
     mixtral_config,
     stop,
 )
-from weightsync.engines.vllm_adapter import _Folder
+from weightsync.engines.vllm.adapter import _Folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -386,7 +386,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else():
     """G1."""
     code = (
         "import os\n"
-        "from weightsync.engines.vllm_adapter import _Folder\n"
+        "from weightsync.engines.vllm.adapter import _Folder\n"
         "folder = _Folder(0, os)\n"
         "print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"

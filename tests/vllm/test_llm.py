@@ -155,16 +155,16 @@ def test_a_first_update_that_fails_while_loading_leaves_the_engine_unusable(
     llama, ends, monkeypatch
 ):
     sender, receiver = ends
-    bounded = receiver.engine._bounded
+    bounded = receiver.engine.client.bounded
 
     def late(function, deadline, what):
         result = bounded(function, deadline, what)
-        if what == "update_weights":
+        if what == "load":
             raise ws.DeadlineError(f"{what} did not return in time")
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(receiver.engine, "_bounded", late)
+        patch.setattr(receiver.engine.client, "bounded", late)
         with pytest.raises(ws.ReceiverError, match="in time"):
             sender.update_weights(make_model(llama_config(), seed=53), version=1)
     assert receiver.status().state == "unusable"
@@ -218,15 +218,16 @@ def test_without_the_backend_the_error_says_which_argument_to_pass(path):
     """An object with the surface of an LLM that was made without our backend."""
     from types import SimpleNamespace
 
-    from weightsync.engines.vllm import VLLMEngine
+    from weightsync.engines.vllm import make
 
     for config, words in [
-        (None, "without weight_transfer_config"),
+        (None, "weight_transfer_config without one"),
         (SimpleNamespace(backend="nccl"), "backend='nccl'"),
     ]:
-        settings = SimpleNamespace(weight_transfer_config=config)
+        parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
+        settings = SimpleNamespace(weight_transfer_config=config, parallel_config=parallel)
         llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings))
-        receiver = ws.DoubleBufferScheme(path).create_receiver(VLLMEngine(llm))
+        receiver = ws.DoubleBufferScheme(path).create_receiver(make(llm))
         with pytest.raises(ws.EngineError, match=words) as caught:
             receiver.connect(timeout=0.1)
         assert "WeightTransferConfig(backend='weightsync')" in str(caught.value)
@@ -259,23 +260,23 @@ def test_a_mixture_of_experts_takes_every_update(path, tmp_path):
         stop(llm)
 
 
-@pytest.mark.parametrize("step", ["pause", "start_weight_update", "update_weights"])
+@pytest.mark.parametrize("step", ["pause", "begin", "load"])
 def test_a_deadline_at_any_step_leaves_no_session_open(llama, ends, monkeypatch, step):
     """Whatever ends an update early, the engine lives, and the next one goes through."""
     sender, receiver = ends
     model = make_model(llama_config(), seed=71)
     sender.update_weights(model, version=1)
-    engine = receiver.engine
-    bounded = engine._bounded
+    client = receiver.engine.client
+    bounded = client.bounded
 
     def late(function, deadline, what):
         result = bounded(function, deadline, what)
         if what == step:
-            monkeypatch.setattr(engine, "_bounded", bounded)
+            monkeypatch.setattr(client, "bounded", bounded)
             raise ws.DeadlineError(f"{what} did not return in time")
         return result
 
-    monkeypatch.setattr(engine, "_bounded", late)
+    monkeypatch.setattr(client, "bounded", late)
     with pytest.raises(ws.ReceiverError, match="in time"):
         sender.update_weights(make_model(llama_config(), seed=72), version=2)
     assert greedy(llama) == expected(model)

@@ -17,7 +17,7 @@ def _add() -> None:
     ENGINES.extend(
         [
             (module.accepts, module.ModuleEngine),
-            (vllm.accepts, vllm.VLLMEngine),
+            (vllm.accepts, vllm.make),
         ]
     )
 

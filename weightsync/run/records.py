@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weightsync.errors import ProtocolError, SchemeError, WeightSyncError
-from weightsync.report import ReceiverReport, Seconds
+from weightsync.report import EngineReport, ReceiverReport, Seconds
 from weightsync.version import Version
 
 SENDER_LOCK = "sender.lock"
@@ -104,9 +104,22 @@ def report_to_json(report: ReceiverReport) -> bytes:
             "error": report.error,
             "apply": report.seconds.apply,
             "pause": report.seconds.pause,
+            "engines": [_engine_to_json(engine) for engine in report.engines],
             "time": time.time(),
         }
     ).encode()
+
+
+def _engine_to_json(report: EngineReport) -> dict[str, Any]:
+    return {
+        "name": report.engine,
+        "state": report.state,
+        "version": report.version,
+        "attempted": report.attempted,
+        "error": report.error,
+        "apply": report.seconds.apply,
+        "pause": report.seconds.pause,
+    }
 
 
 def report_from_json(data: bytes, what: str) -> ReceiverReport:
@@ -128,7 +141,23 @@ def report_from_json(data: bytes, what: str) -> ReceiverReport:
             text(fields["host"]),
             number(fields["pid"]),
             Seconds(apply=float(fields["apply"]), pause=float(fields["pause"])),
+            # Not in the records of releases that knew one engine only.
+            tuple(_engine_from_json(engine) for engine in fields.get("engines", ())),
         )
+
+
+def _engine_from_json(fields: Any) -> EngineReport:
+    error = fields["error"]
+    if fields["state"] not in _STATES:
+        raise ValueError(f"no such state: {fields['state']!r:.80}")
+    return EngineReport(
+        text(fields["name"]),
+        fields["state"],
+        _version(fields["version"]),
+        _version(fields["attempted"]),
+        None if error is None else text(error),
+        Seconds(apply=float(fields["apply"]), pause=float(fields["pause"])),
+    )
 
 
 @contextmanager

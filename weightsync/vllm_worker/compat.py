@@ -18,11 +18,48 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from weightsync.errors import EngineError
+
 _KERNELS = "_weightsync_moe_kernels"
 """Attribute of a model in reload: ``(quant_method, kernel)`` of the layers in question."""
 
 _UNGUARDED = "_weightsync_unguarded"
 """Attribute of a model in reload: see :func:`_unguarded`."""
+
+
+def in_session(worker: Any) -> bool:
+    """Whether an update was started on a worker and not finished."""
+    return bool(worker._weight_update_active)
+
+
+def begin_session(worker: Any, target: str) -> None:
+    """Start an update of the worker's ``"model"``, or of its speculative ``"draft"``."""
+    if target == "draft":
+        start = getattr(worker, "start_draft_weight_update", None)
+        if start is None:
+            raise EngineError("this vLLM takes no weights for a draft model")
+        start()
+    else:
+        worker.start_weight_update()
+
+
+def end_session(worker: Any) -> None:
+    """Finish an update of a worker if one is open."""
+    if in_session(worker):
+        worker.finish_weight_update()
+
+
+@contextmanager
+def targeting(worker: Any, target: str) -> Iterator[None]:
+    """The worker's transfer engine looks at the ``target`` inside, without a session."""
+    if target != "draft":
+        yield
+        return
+    worker._set_draft_weight_update_target()
+    try:
+        yield
+    finally:
+        worker.weight_transfer_engine.reset_weight_update_target()
 
 
 def begin_reload(model: nn.Module) -> None:

@@ -70,35 +70,55 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._error: str | None = None
         self._driven = False
         self._driver: list[Any] | None = None
-        self._fits: str | None = None
+        self._fits: dict[str, str] = {}
+        self._worker: Any = None
+        self._reader: tuple[int, int] | None = None
+        self._last = True
 
     # ---------------------------------------------------------------- what our driver asks
 
-    def call(self, request: str) -> str:
+    def call(self, request: str, worker: Any) -> str:
         """Answer a JSON request of the driver; never raises.
 
-        ``{"op": "stage", "scheme": url, "version": [e, n], "timeout": s}`` leases and verifies a
-        version in the background, while requests run. ``{"op": "check"}`` sees whether what was
-        staged fits the model, and changes nothing. ``{"op": "abandon"}`` makes the next
-        ``finish_weight_update`` undo instead of finish. ``{"op": "status"}`` only answers.
+        ==========  ============================================================================
+        ``init``    get ready to read from ``scheme``, as reader ``first`` + own number of ``total``
+        ``stage``   lease and verify ``version`` in the background, while requests run
+        ``check``   whether what was staged fits the ``target``; changes nothing
+        ``begin``   open a session on the ``target``; one that a crash left open is undone first
+        ``load``    load what was staged
+        ``finish``  end the session; ``last`` of this update: the version is held now
+        ``abandon`` undo the session: it failed here, or on another worker
+        ``release`` give the lease back and forget the error
+        ``status``  only answer
+        ==========  ============================================================================
+
+        A step after one that failed does nothing.
 
         Returns:
-            JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``.
+            JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``asleep``: the tags of
+            memory that sleep took away; ``invalid``: names of tensors that it did not bring back.
         """
+        self._worker = worker
         self._guard(lambda: self._obey(json.loads(request)))
         return json.dumps(
             {
-                "rank": self.parallel_config.rank,
+                "rank": self._number,
                 "error": self._error,
                 "staging": self._staging is not None and self._staging.is_alive(),
                 "staged": self._staged,
                 "held": self._held,
+                "asleep": [],
+                "invalid": [],
             }
         )
 
     def _obey(self, request: dict[str, Any]) -> None:
         op = request["op"]
-        if op == "stage":
+        if op == "init":
+            self._driven, self._error = True, None
+            self._reader = int(request["first"]) + self._number, int(request["total"])
+            self._connect(str(request["scheme"]))
+        elif op == "stage":
             self._release()
             self._error = None  # after the former staging has ended, which may have failed
             deadline = Deadline(float(request["timeout"]))
@@ -112,13 +132,34 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._staging.start()
         elif op == "abandon":
             self._error = self._error or "abandoned: another worker failed"
-        elif op == "check":
-            self._check()
+            compat.end_session(self._worker)
         elif op == "release":
             self._release()
             self._error = None
-        elif op != "status":
+        elif op == "status" or self._error is not None:
+            pass
+        elif op == "check":
+            self._check(str(request["target"]))
+        elif op == "begin":
+            self._begin(str(request["target"]))
+        elif op == "load":
+            self._driven = True
+            self._worker.update_weights(
+                {key: request[key] for key in ("scheme", "version", "timeout")}
+            )
+        elif op == "finish":
+            self._last = bool(request["last"])
+            self._worker.finish_weight_update()
+        else:
             raise EngineError(f"no such request: {op!r:.80}")
+
+    def _begin(self, target: str) -> None:
+        if compat.in_session(self._worker):
+            # Its driver died, or vLLM's own methods were used and not to the end.
+            self._error = "abandoned"
+            compat.end_session(self._worker)
+            self._error = None
+        compat.begin_session(self._worker, target)
 
     # ---------------------------------------------------------------- vLLM's life cycle
 
@@ -156,13 +197,14 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if self._error is None:
                 self._reportable(lambda: compat.finish_reload(self.model, self.model_config))
-            if self._error is None:
-                self._held = self._staged
-            else:
+            if self._error is not None:
                 self._held = None
                 compat.abandon_reload(self.model)
+            elif self._last:
+                self._held = self._staged
         finally:
-            self._release()
+            if self._last or self._error is not None:
+                self._release()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -177,14 +219,26 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # ---------------------------------------------------------------- the parts
 
+    @property
+    def _number(self) -> int:
+        """This worker's among all of its engine, over DP, PP and TP."""
+        config = self.parallel_config
+        # Of a model without experts each data-parallel rank is an engine of its own, of rank 0;
+        # its index is what it was before.
+        replica = getattr(config, "data_parallel_index", config.data_parallel_rank)
+        return int(replica * config.world_size + config.rank)
+
+    @property
+    def _numbers(self) -> int:
+        config = self.parallel_config
+        return int(config.data_parallel_size * config.world_size)
+
     def _connect(self, url: str) -> Subscriber:
         if self._subscriber is None or url != self._url:
             if self._subscriber is not None:
                 self._subscriber.close()
-            config = self.parallel_config
-            rank = config.data_parallel_rank * config.world_size + config.rank
-            size = config.data_parallel_size * config.world_size
-            self._subscriber = scheme_from_url(url).create_reader(rank, size)
+            reader = self._reader or (self._number, self._numbers)
+            self._subscriber = scheme_from_url(url).create_reader(*reader)
             self._url = url
         return self._subscriber
 
@@ -218,21 +272,25 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if os.path.exists(process):
             threading.Thread(target=watch, name="weightsync watch", daemon=True).start()
 
-    def _check(self) -> None:
+    def _check(self, target: str) -> None:
         """Load what was staged without changing anything, once for each manifest.
 
         Raises:
             EngineError: vLLM refuses a tensor, or layers would be left without some weights.
         """
-        if self._snapshot is None or self._error is not None:
+        if self._snapshot is None:
             return
         fingerprint = self._snapshot.manifest.fingerprint
-        if fingerprint == self._fits:
+        if fingerprint == self._fits.get(target):
             return
-        with set_current_vllm_config(self.vllm_config), compat.rehearsal(self.model):
+        with (
+            compat.targeting(self._worker, target),
+            set_current_vllm_config(self.vllm_config),
+            compat.rehearsal(self.model),
+        ):
             self._load(self._snapshot)
             self._require_complete()
-        self._fits = fingerprint
+        self._fits[target] = fingerprint
 
     def _require_complete(self) -> None:
         incomplete = compat.incomplete_layers(self.model)
@@ -304,8 +362,8 @@ def _call(worker: Any, request: str) -> str:
     """The worker's method that the driver calls; see :meth:`WeightSyncTransferEngine.call`."""
     engine = worker.weight_transfer_engine
     if not isinstance(engine, WeightSyncTransferEngine):
-        return json.dumps({"error": "the worker has no weightsync engine"})
-    return engine.call(request)
+        return json.dumps({"error": "the worker has no weightsync engine", "staging": False})
+    return engine.call(request, worker)
 
 
 # vLLM's RPC reaches methods of the worker by name. This adds one under a name of our own, and

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update
-from weightsync.engines.vllm import call_vllm
+from weightsync.engines.vllm.llm import LLMClient
 from weightsync.errors import (
     EngineError,
     EngineUnusableError,
@@ -63,7 +63,8 @@ class VLLMAdapter(Engine):
 
     def __init__(self, llm: Any, name: str = "policy") -> None:
         self._llm = llm
-        self.name = name
+        self._client = LLMClient(llm)
+        self._name = name
         self._staged: _Adapter | None = None
         self._loaded: list[_Adapter] = []  # in the order in which vLLM was told of them
         self._current: _Adapter | None = None
@@ -71,6 +72,10 @@ class VLLMAdapter(Engine):
     @property
     def target(self) -> Any:
         return self._llm
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @property
     def lora_request(self) -> Any:
@@ -239,7 +244,7 @@ class VLLMAdapter(Engine):
 
     def _call(self, what: str, function: Callable[[Any], T], deadline: Deadline | None = None) -> T:
         engine = self._llm.llm_engine
-        return call_vllm(self._llm, lambda: function(engine), deadline or Deadline(0.0), what)
+        return self._client.bounded(lambda: function(engine), deadline or Deadline(0.0), what)
 
 
 _MATTERS = ("rank_pattern", "alpha_pattern", "use_rslora")

@@ -1,0 +1,226 @@
+"""A vLLM engine, in whatever form it is run, driven by one life cycle.
+
+Weights never cross vLLM's RPC: each worker process opens the snapshot itself, in the plug-in's
+half (``weightsync.vllm_worker``). This half runs in the process of the receiver, and reaches the
+engine through a client of its form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import Any, Literal
+
+from weightsync.deadline import Deadline
+from weightsync.engine import Engine, Update, Verification
+from weightsync.engines.vllm.client import BACKEND, GRACE, Facts, Mode, VLLMClient
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.version import Version
+
+Target = Literal["model", "draft"]
+Answer = dict[str, Any]
+
+
+class VLLMEngine(Engine):
+    """Drives an engine made with ``WeightTransferConfig(backend="weightsync")``.
+
+    Args:
+        client: of the engine's form.
+        mode: what becomes of requests that run while weights change: ``"keep"`` freezes them and
+            lets them go on with the new weights (their cache is computed anew), ``"wait"`` lets
+            them end first, ``"abort"`` ends them. New ones are queued in any case.
+        targets: which of the engine's models take the weights, each what it knows of them: the
+            ``"model"``, its speculative ``"draft"``, or both. What is not named is left alone.
+        wake: what an engine that sleeps is woken to: ``"weights"`` loads them and leaves the rest
+            asleep, for its user to wake; ``"all"`` has it answer requests again.
+    """
+
+    def __init__(
+        self,
+        client: VLLMClient,
+        *,
+        mode: Mode = "keep",
+        targets: tuple[Target, ...] = ("model",),
+        wake: Literal["weights", "all"] = "weights",
+    ) -> None:
+        if mode not in ("keep", "wait", "abort"):
+            raise EngineError(f"mode={mode!r}: 'keep', 'wait' or 'abort'")
+        if not targets or not set(targets) <= {"model", "draft"}:
+            raise EngineError(f"targets={targets!r}: some of 'model', 'draft'")
+        if wake not in ("weights", "all"):
+            raise EngineError(f"wake={wake!r}: 'weights' or 'all'")
+        self.client = client
+        self._mode = mode
+        self._targets = tuple(targets)
+        self._wake = wake
+        self._was_paused = False
+        self._asleep: tuple[str, ...] = ()
+        self._numbered = (0, 0)
+
+    @property
+    def target(self) -> Any:
+        return self.client.target
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+    def workers(self, deadline: Deadline) -> int:
+        return self.client.facts(deadline).workers
+
+    def number_workers(self, first: int, total: int) -> None:
+        self._numbered = first, total
+
+    def connect(self, url: str, deadline: Deadline) -> None:
+        facts = self.client.facts(deadline)
+        self._require_backend(facts)
+        if facts.in_process and self._mode == "wait":
+            raise EngineError(
+                "mode='wait' needs an engine that goes on by itself: this LLM's shares its "
+                "process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use 'keep' or 'abort'"
+            )
+        first, total = self._numbered
+        self._ask(
+            {"op": "init", "scheme": url, "first": first, "total": total or facts.workers},
+            deadline,
+        )
+
+    def _require_backend(self, facts: Facts) -> None:
+        if facts.backend != BACKEND:
+            made = f"with backend={facts.backend!r}" if facts.backend else "without one"
+            raise EngineError(
+                f"the {self.client.name} takes no weights: it was made with "
+                f"weight_transfer_config {made}; make it with "
+                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+            )
+
+    # ---------------------------------------------------------------- while requests run
+
+    def stage(self, update: Update, deadline: Deadline) -> None:
+        # An engine that its user paused or put to sleep is left so.
+        self._was_paused = self.client.is_paused(deadline)
+        self._ask(
+            {
+                "op": "stage",
+                "scheme": update.url,
+                "version": list(update.version),
+                "timeout": deadline.remaining,
+                "driver": [socket.gethostname(), os.getpid()],
+            },
+            deadline,
+        )
+
+        def attempt() -> list[Answer] | None:
+            answers = self._ask({"op": "status"}, deadline)
+            return None if any(answer["staging"] for answer in answers) else answers
+
+        answers = deadline.wait(attempt)
+        if answers is None:
+            raise DeadlineError(f"workers had not verified {update.version} in time")
+        self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
+        # Between two steps of the model, and before anything is paused or touched. The memory of
+        # an engine asleep is not there to look at.
+        if "weights" not in self._asleep:
+            for target in self._targets:
+                self._ask({"op": "check", "target": target}, deadline)
+
+    def unstage(self) -> None:
+        with contextlib.suppress(Exception):  # an engine that is gone has nothing to release
+            self._ask({"op": "release"}, Deadline(GRACE))
+
+    # ---------------------------------------------------------------- while they are paused
+
+    def pause(self, deadline: Deadline) -> None:
+        if not self._was_paused:
+            self.client.pause(self._mode, deadline)
+        if "weights" in self._asleep:
+            self.client.wake(["weights"], deadline)
+
+    def apply(self, update: Update, deadline: Deadline) -> None:
+        for target in self._targets:
+            self._load(target, update, deadline)
+
+    def _load(self, target: Target, update: Update, deadline: Deadline) -> None:
+        try:
+            self._ask({"op": "begin", "target": target}, deadline)
+            self._ask(
+                {
+                    "op": "load",
+                    "scheme": update.url,
+                    "version": list(update.version),
+                    "timeout": deadline.remaining,
+                },
+                deadline,
+            )
+        except EngineDiedError:
+            raise
+        except BaseException:
+            # One rank's failure must undo the session on all of them, or they would differ; and a
+            # session left open would leave layers without memory.
+            self._undo()
+            raise
+        last = target == self._targets[-1]
+        for answer in self._ask({"op": "finish", "last": last}, deadline):
+            if last and answer["held"] != list(update.version):
+                raise EngineError(
+                    f"worker {answer['rank']} holds {answer['held']} after the update"
+                )
+
+    def _undo(self) -> None:
+        with contextlib.suppress(Exception):
+            self._ask({"op": "abandon"}, Deadline(GRACE), check=False)
+        self.unstage()
+
+    def unrestored(self) -> list[str]:
+        answers = self._ask({"op": "status"}, Deadline(GRACE)) if self._asleep else []
+        return sorted({name for answer in answers for name in answer["invalid"]})
+
+    def flush(self, deadline: Deadline) -> None:
+        # Running requests were kept with their old cache blocks: they are preempted, so that
+        # theirs is computed anew too; without it vLLM refuses while any block is in use.
+        if deadline.wait(lambda: self.client.reset_prefix_cache(deadline) or None) is None:
+            raise EngineError("vLLM did not confirm that its prefix cache is empty")
+        # Outputs of vision and audio encoders are computed with weights, too. What vLLM calls its
+        # multimodal cache holds processed inputs, and is left alone.
+        self.client.reset_encoder_cache(deadline)
+
+    def label(self, version: Version | None) -> None:
+        self.client.set_version(str(version) if version else "unusable", Deadline(GRACE))
+
+    def resume(self) -> None:
+        deadline = Deadline(GRACE)
+        if self._asleep and self._wake == "all":
+            self.client.wake([tag for tag in self._asleep if tag != "weights"], deadline)
+            self._was_paused = False
+        if not self._was_paused:
+            self.client.resume(deadline)
+
+    # ---------------------------------------------------------------- at other times
+
+    def lost_weights(self) -> bool:
+        return False
+
+    def verify(self, update: Update) -> Verification:
+        return super().verify(update)
+
+    def close(self) -> None:
+        self.unstage()
+        self.client.close()
+
+    # ---------------------------------------------------------------- talking to the workers
+
+    def _ask(self, request: Answer, deadline: Deadline, check: bool = True) -> list[Answer]:
+        """What every worker answers.
+
+        Raises:
+            EngineError: some have recorded an error; quotes each.
+        """
+        what = str(request["op"])
+        texts = self.client.ask(json.dumps(request), deadline, what)
+        answers: list[Answer] = [json.loads(text) for text in texts]
+        failed = [f"worker {a.get('rank')}: {a['error']}" for a in answers if a.get("error")]
+        if check and failed:
+            raise EngineError("; ".join(failed))
+        return answers

