@@ -29,6 +29,7 @@ _PUBLIC = {
     "WeightSource": "weightsync.source",
     "AdapterSource": "weightsync.sources.adapter",
     "VLLMAdapter": "weightsync.engines.vllm.adapter",
+    "VLLMServer": "weightsync.engines.vllm.server",
     "Publisher": "weightsync.transport",
     "Subscriber": "weightsync.transport",
     "Snapshot": "weightsync.transport",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Update as Update
     from weightsync.engine import Verification as Verification
     from weightsync.engines.vllm.adapter import VLLMAdapter as VLLMAdapter
+    from weightsync.engines.vllm.server import VLLMServer as VLLMServer
     from weightsync.errors import CorruptError as CorruptError
     from weightsync.errors import DeadlineError as DeadlineError
     from weightsync.errors import EngineDiedError as EngineDiedError

@@ -32,7 +32,7 @@ from weightsync.manifest import describe
 from weightsync.scheme import scheme_from_url
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
-from weightsync.vllm_worker import compat
+from weightsync.vllm_worker import answers, compat
 
 
 @dataclass
@@ -363,7 +363,9 @@ def _call(worker: Any, request: str) -> str:
     engine = worker.weight_transfer_engine
     if not isinstance(engine, WeightSyncTransferEngine):
         return json.dumps({"error": "the worker has no weightsync engine", "staging": False})
-    return engine.call(request, worker)
+    answer = engine.call(request, worker)
+    answers.send(request, answer)
+    return answer
 
 
 # vLLM's RPC reaches methods of the worker by name. This adds one under a name of our own, and
