@@ -8,6 +8,7 @@ import weightsync as ws
 from weightsync.testing import SchemeConformance
 
 
+@pytest.mark.slow
 class TestDisk(SchemeConformance):
     @pytest.fixture
     def scheme(self, run_dir):

@@ -309,6 +309,7 @@ class TestBroadcastFirst:
         for reader in readers:
             assert reader.call(applied) == [(n, n) for n in (1, 2, 3)]
 
+    @pytest.mark.slow
     def test_a_receiver_that_stands_still_finds_it_when_it_goes_on(self, peer, scheme):
         """It was not there for the broadcast; the others were not held up by more than that."""
         writer = peer()

@@ -288,6 +288,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_trainers_that_just_end(run_dir):
     """Without ``shutdown()``."""
     os.mkdir(run_dir, 0o700)

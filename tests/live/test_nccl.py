@@ -174,6 +174,7 @@ def test_a_receiver_that_stands_still_in_a_transfer(peer, scheme, sender):
     assert other.call(held) == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_receiver_whose_transfer_hangs_while_it_answers(peer, scheme, sender):
     other, hung = receivers(peer, scheme, "other", "hung")
     send(sender, 1, wait="applied")
@@ -591,6 +592,7 @@ def poll_model(state):
     return {name: tensor.clone() for name, tensor in state.target.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_slow_receiver_sets_off_no_watchdog_of_the_trainers_ranks(mortal, peer, scheme, run_dir):
     """H6: the ranks' own collectives time out after 2 s, the send takes much longer."""
     size = {"width": 200, "blocks": 6}

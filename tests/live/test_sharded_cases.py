@@ -257,6 +257,7 @@ def update_misspelt(state, bad):
     trainers.update(state, 0, wait=wait, timeout=20)
 
 
+@pytest.mark.slow
 @both_ways
 def test_a_rank_whose_time_was_up_before_rank_0_came(mortal, run_dir, gather):
     """Rank 0 hears of it at once, and enters no collective alone."""
@@ -272,6 +273,7 @@ def test_a_rank_whose_time_was_up_before_rank_0_came(mortal, run_dir, gather):
     assert_all_work(ranks, run_dir, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_interrupted_before_rank_0_came(mortal, run_dir):
     ranks = mortal(2, seconds=10)
     ranks(trainers.build, "fsdp2")
@@ -356,6 +358,7 @@ def failures_of_update(state, version):
         return [(failed.receiver, *numbers) for failed in error.failures]
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_writes_nothing_into_the_next_sender_s_buffers(
     mortal, peer, run_dir, tmp_path
 ):
@@ -407,6 +410,7 @@ def slots_of(path):
 # -------------------------------------------------------------------- meeting
 
 
+@pytest.mark.slow
 def test_a_rank_s_process_is_replaced(mortal, run_dir, tmp_path):
     """All make the default group again; the new process begins where the others are."""
     ranks = mortal(2)
@@ -469,6 +473,7 @@ def test_ranks_that_come_at_other_times(world, run_dir, early):
         ranks(trainers.end_senders)
 
 
+@pytest.mark.slow
 def test_a_trainer_after_one_that_was_killed(mortal, run_dir, tmp_path):
     """Their store outlives them, in another process; the first rank to come must not take what
     they left there for the new rank 0."""
@@ -583,6 +588,7 @@ def test_rank_0_dies_and_the_store_with_it(torchrun, run_dir, when):
     assert error.value.kind == "WeightSyncError"
 
 
+@pytest.mark.slow
 def test_rank_0_is_stopped_and_the_store_with_it(torchrun, run_dir):
     """No call of the store returns; the other rank ends all the same."""
     ranks = torchrun()

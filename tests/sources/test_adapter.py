@@ -229,6 +229,7 @@ def a_rank(rank, rendezvous):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_sharded_adapter_is_gathered_as_it_is_read(tmp_path):
     torch.multiprocessing.spawn(a_rank, (f"file://{tmp_path}/rendezvous",), nprocs=2)
 

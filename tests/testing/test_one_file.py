@@ -30,6 +30,7 @@ def damaged():
         yield
 
 
+@pytest.mark.slow
 class TestOneFile(SchemeConformance):
     @pytest.fixture
     def scheme(self, tmp_path):

@@ -109,7 +109,7 @@ CONFIGS = {
 }
 DEEPSEEK = "DeepseekV3Config", {**LATENT, "topk_method": "noaux_tc"}
 
-DEFAULT = ("gpt2", "gemma3", "qwen3_moe", "falcon_h1")
+DEFAULT = ("qwen3_moe",)
 
 
 def config_of(description):

@@ -35,6 +35,7 @@ def test_the_engine_of_the_readme(path, tmp_path, small_engines):
         stop(engine["llm"])
 
 
+@pytest.mark.slow
 def test_adapters(path, tmp_path, small_engines):
     from vllm import SamplingParams
 

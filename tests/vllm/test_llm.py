@@ -41,6 +41,7 @@ def test_successive_versions_give_the_tokens_of_the_model_that_was_sent(llama, e
     assert report.seconds.apply >= report.seconds.pause > 0
 
 
+@pytest.mark.slow
 def test_same_tokens_as_an_engine_loaded_from_the_saved_checkpoint(llama, ends, tmp_path):
     model = make_model(llama_config(), seed=11)
     ends[0].update_weights(model, version=1)
@@ -233,6 +234,7 @@ def test_without_the_backend_the_error_says_which_argument_to_pass(path):
         assert "WeightTransferConfig(backend='weightsync')" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_takes_every_update(path, tmp_path):
     """vLLM's own reload leaves the CPU's experts in the wrong layout, and reports success."""
     from safetensors.torch import load_file
