@@ -100,7 +100,7 @@ class Ballot:
             raise EngineError(f"cannot listen for workers at {host}: {error}") from None
         self.host, self.port = host, int(self._server.server_address[1])
         threading.Thread(
-            target=self._server.serve_forever, name="weightsync ballot", daemon=True
+            target=self._server.serve_forever, args=(0.1,), name="weightsync ballot", daemon=True
         ).start()
 
     @contextmanager
@@ -135,7 +135,7 @@ class Ballot:
 def _worker_of(content: bytes) -> int | None:
     try:
         worker = json.loads(content)["rank"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return worker if type(worker) is int and worker >= 0 else None
 

@@ -103,7 +103,7 @@ class Connection:
             return None
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EngineError(
                 f"{self.url}{route} answered no JSON: {self._words(content)!r}"
             ) from None
@@ -189,7 +189,7 @@ class Connection:
         text = content[: 16 * _WORDS].decode(errors="replace")
         try:
             document = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if isinstance(document, dict):
             inner = document.get("error", document.get("detail", text))
