@@ -9,8 +9,9 @@ for and undone here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,32 @@ _KERNELS = "_weightsync_moe_kernels"
 """Attribute of a model in reload: ``(quant_method, kernel)`` of the layers in question."""
 
 _UNGUARDED = "_weightsync_unguarded"
-"""Attribute of a model in reload: see :func:`_unguarded`."""
+"""Attribute of a model in reload: see :class:`Unguarded`."""
+
+_WRITTEN = "_weightsync_written"
+"""Attribute of a model in reload: the storages of unguarded tensors that were written."""
+
+_BUFFERS = "_weightsync_buffers"
+"""Attribute of a model: ``layer.buffer`` names that an update has loaded."""
+
+
+@dataclass(frozen=True)
+class Unguarded:
+    """A tensor that a reload writes at once, with its values before.
+
+    vLLM buffers what is loaded until a layer is complete, except for these (biases, and those of
+    routers): they would be the new ones already while an update is only looked at, and stay so if
+    it is refused (seen with 0.32.0).
+    """
+
+    name: str
+    tensor: torch.Tensor
+    data: torch.Tensor
+    value: torch.Tensor
+
+    def restore(self) -> None:
+        self.tensor.data = self.data  # processing may have put another in its place
+        self.tensor.data.copy_(self.value)
 
 
 def in_session(worker: Any) -> bool:
@@ -69,24 +95,23 @@ def begin_reload(model: nn.Module) -> None:
     initialize_layerwise_reload(model)
     _forget_moe_kernels(model)
     setattr(model, _UNGUARDED, _unguarded(model))
+    setattr(model, _WRITTEN, set())
 
 
-def _unguarded(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors that a reload writes at once, before it is finished, with their values now.
-
-    vLLM buffers what is loaded, except for these: a router's bias would be the new one already
-    while an update is only looked at, and stay so if the update is refused (seen with 0.32.0).
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    names = getattr(layerwise, "SKIP_LOAD_TENSORS", ())
-    tensors = [
-        tensor
-        for layer in model.modules()
+def _unguarded(model: nn.Module) -> list[Unguarded]:
+    """A reload puts every tensor on the meta device whose loading it watches over."""
+    return [
+        Unguarded(f"{prefix}.{name}", tensor, tensor.data, tensor.detach().clone())
+        for prefix, layer in model.named_modules()
         for name, tensor in (layer._parameters | layer._buffers).items()
-        if name in names and tensor is not None and not tensor.is_meta
+        if tensor is not None and not tensor.is_meta
     ]
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def unguarded(model: nn.Module) -> list[Unguarded]:
+    """Those of a model in reload."""
+    found: list[Unguarded] = getattr(model, _UNGUARDED, [])
+    return found
 
 
 def _forget_moe_kernels(model: nn.Module) -> None:
@@ -123,16 +148,26 @@ def finish_reload(model: nn.Module, model_config: Any) -> None:
     the shared weight as it was: on the CPU an output layer keeps its repacked copy of the old
     embedding (seen with 0.32.0). So tied layers are processed here.
     """
+    for layer in finish_layers(model, model_config):
+        process(layer)
+    setattr(model, _UNGUARDED, [])
+    _restore_moe_kernels(model)
+
+
+def finish_layers(model: nn.Module, model_config: Any) -> list[nn.Module]:
+    """End vLLM's layerwise reload, and return the tied layers, still to be processed."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     _, tied = _survey(model)
     finalize_layerwise_reload(model, model_config)
-    for layer in tied:
-        quant_method = getattr(layer, "quant_method", None)
-        if quant_method is not None:
-            quant_method.process_weights_after_loading(layer)
-    setattr(model, _UNGUARDED, [])
-    _restore_moe_kernels(model)
+    return tied
+
+
+def process(layer: nn.Module) -> None:
+    """Have a layer derive anew what it derives from its weights."""
+    quant_method: Any = getattr(layer, "quant_method", None)
+    if quant_method is not None:
+        quant_method.process_weights_after_loading(layer)
 
 
 def abandon_reload(model: nn.Module) -> None:
@@ -152,22 +187,25 @@ def abandon_reload(model: nn.Module) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
-    for tensor, former in getattr(model, _UNGUARDED, ()):
-        tensor.data.copy_(former)
+    for each in unguarded(model):
+        each.restore()
     setattr(model, _UNGUARDED, [])
     _restore_moe_kernels(model)
 
 
 class _DirectWrites(TorchFunctionMode):
-    """Hands what a model copies into its parameters itself, past their loaders, to a loader.
+    """Sees what a model writes into its tensors past the loaders that a reload watches.
 
-    A layer in reload does not see such writes, and would keep its old values (gpt-oss).
+    What it copies into a parameter in reload itself is handed to a loader: the layer would not see
+    it, and keep its old values (gpt-oss). What it writes into unguarded tensors is noted.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wrote: Callable[[Unguarded], None]) -> None:
         super().__init__()
+        self._wrote = wrote
+        self._unguarded = {_storage(each.data): each for each in unguarded(model)}
         self._parameters = {
-            parameter.untyped_storage()._cdata: (layer, name)
+            _storage(parameter): (layer, name)
             for layer in model.modules()
             for name, parameter in layer.named_parameters(recurse=False)
             if parameter.is_meta
@@ -177,10 +215,18 @@ class _DirectWrites(TorchFunctionMode):
         # While a loader runs, vLLM counts by a mode of its own what it copies.
         counted = bool(_get_current_dispatch_mode_stack())
         if func is torch.Tensor.copy_ and args[0].is_meta and not counted:
-            layer, name = self._parameters.get(args[0].untyped_storage()._cdata, (None, ""))
+            layer, name = self._parameters.get(_storage(args[0]), (None, ""))
             if layer is not None:
                 return _load_directly(layer, name, *args[1:], **(kwargs or {}))
+        if func in (torch.Tensor.copy_, torch.Tensor.__setitem__):
+            written = self._unguarded.get(_storage(args[0]))
+            if written is not None:
+                self._wrote(written)
         return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _load_directly(layer: nn.Module, name: str, tensor: torch.Tensor) -> Any:
@@ -194,10 +240,24 @@ def _load_directly(layer: nn.Module, name: str, tensor: torch.Tensor) -> Any:
     return parameter
 
 
-def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """The model's own ``load_weights``, of which a reload misses nothing."""
+def load(
+    model: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    wrote: Callable[[Unguarded], None] = lambda written: None,
+) -> None:
+    """The model's own ``load_weights``, of which a reload misses nothing.
+
+    Args:
+        wrote: told of every unguarded tensor that is written.
+    """
     loader: Any = model
-    with _DirectWrites(model):
+    seen: set[int] = getattr(model, _WRITTEN)
+
+    def note(written: Unguarded) -> None:
+        seen.add(_storage(written.data))
+        wrote(written)
+
+    with _DirectWrites(model, note):
         loader.load_weights(weights)
 
 
@@ -227,7 +287,27 @@ def incomplete_layers(model: nn.Module) -> list[str]:
     number of elements alone does not tell: a padded vocabulary never fills up.
     """
     lacking, _ = _survey(model)
-    return [f"{name} lacks {', '.join(parts)}" for name, parts in lacking.items()]
+    return [f"{name} lacks {', '.join(parts)}" for name, parts in lacking.items()] + [
+        f"{layer} lacks {name}"
+        for layer, _, name in (each.rpartition(".") for each in _unwritten(model))
+    ]
+
+
+def _unwritten(model: nn.Module) -> list[str]:
+    """Tensors that no layer waits for, and that a checkpoint holds nevertheless.
+
+    A router's bias: whatever its kind, a parameter in one model and a buffer in the next. The
+    others of its kind (maps of experts) are computed, and no floating-point numbers.
+    """
+    skipped, written = _skipped_tensors(), getattr(model, _WRITTEN)
+    return [
+        each.name
+        for each in unguarded(model)
+        if each.name.rpartition(".")[2] in skipped
+        and each.value.is_floating_point()
+        and each.value.numel()
+        and _storage(each.data) not in written
+    ]
 
 
 def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from weightsync.deadline import Deadline
@@ -21,6 +22,10 @@ from weightsync.version import Version
 
 Target = Literal["model", "draft"]
 Answer = dict[str, Any]
+
+
+_VERIFY = 600.0
+"""Seconds that comparing the weights may take; about what loading them takes."""
 
 
 class VLLMEngine(Engine):
@@ -101,6 +106,16 @@ class VLLMEngine(Engine):
     def stage(self, update: Update, deadline: Deadline) -> None:
         # An engine that its user paused or put to sleep is left so.
         self._was_paused = self.client.is_paused(deadline)
+        answers = self._lease(update, deadline)
+        self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
+        # Between two steps of the model, and before anything is paused or touched. The memory of
+        # an engine asleep is not there to look at.
+        if "weights" not in self._asleep:
+            for target in self._targets:
+                self._ask({"op": "check", "target": target}, deadline)
+
+    def _lease(self, update: Update, deadline: Deadline) -> list[Answer]:
+        """Have every worker open the version and verify its bytes."""
         self._ask(
             {
                 "op": "stage",
@@ -119,12 +134,7 @@ class VLLMEngine(Engine):
         answers = deadline.wait(attempt)
         if answers is None:
             raise DeadlineError(f"workers had not verified {update.version} in time")
-        self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
-        # Between two steps of the model, and before anything is paused or touched. The memory of
-        # an engine asleep is not there to look at.
-        if "weights" not in self._asleep:
-            for target in self._targets:
-                self._ask({"op": "check", "target": target}, deadline)
+        return answers
 
     def unstage(self) -> None:
         with contextlib.suppress(Exception):  # an engine that is gone has nothing to release
@@ -203,7 +213,27 @@ class VLLMEngine(Engine):
         return False
 
     def verify(self, update: Update) -> Verification:
-        return super().verify(update)
+        deadline = Deadline(_VERIFY)
+        self._lease(update, deadline)
+        try:
+            found = [
+                answer
+                for target in self._targets
+                for answer in self._ask({"op": "verify", "target": target}, deadline)
+            ]
+        finally:
+            self.unstage()
+        names = list(update.snapshot.manifest.by_name)
+        compared = {number for answer in found for number in answer["compared"]}
+        return Verification(
+            update.version,
+            len(compared),
+            tuple(_by_worker(found, "different")),
+            (
+                *(name for number, name in enumerate(names) if number not in compared),
+                *_by_worker(found, "unchecked"),
+            ),
+        )
 
     def close(self) -> None:
         self.unstage()
@@ -224,3 +254,16 @@ class VLLMEngine(Engine):
         if check and failed:
             raise EngineError("; ".join(failed))
         return answers
+
+
+def _by_worker(answers: Sequence[Answer], key: str) -> list[str]:
+    """What workers say, each thing once; with who says it, if not all do."""
+    ranks = {answer["rank"] for answer in answers}
+    said: dict[str, set[int]] = {}
+    for answer in answers:
+        for words in answer[key]:
+            said.setdefault(words, set()).add(answer["rank"])
+    return [
+        words if who == ranks else f"worker {', '.join(map(str, sorted(who)))}: {words}"
+        for words, who in said.items()
+    ]

@@ -1,0 +1,108 @@
+"""Q4 on a real vLLM: what an engine holds wrongly is found and named, and nothing else is."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import weightsync as ws
+from tests.vllm.conftest import expected, greedy, llama_config, make_llm, make_model, stop
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CONFIG = {"attention_bias": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verified")
+    llama_config(**CONFIG).save_pretrained(folder)
+    # Damage is done by functions that are sent to the worker.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    try:
+        llm = make_llm(folder)
+        yield llm
+        stop(llm)
+    finally:
+        del os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"]
+
+
+@pytest.fixture
+def ends(llm, path):
+    scheme = ws.DoubleBufferScheme(path)
+    with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+        sender.connect()
+        sender.attach(receiver)
+        yield sender, receiver
+
+
+def matrix(layer):
+    """The weight of a linear layer, out of the kernel that keeps it."""
+    size = layer.input_size_per_partition
+    return layer.quant_method.apply(layer, torch.eye(size)).t().contiguous()
+
+
+def put(layer, weight):
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def flip_a_bit(model):
+    weight = model.model.norm.weight.data
+    weight.view(torch.uint8)[5] ^= 4
+
+
+def flip_a_bit_in_a_kernel(model):
+    layer = model.model.layers[0].self_attn.o_proj
+    weight = matrix(layer)
+    weight.view(torch.uint8)[7, 13] ^= 1
+    put(layer, weight)
+
+
+def flip_a_bit_of_a_bias(model):
+    model.model.layers[1].self_attn.qkv_proj.bias.data.view(torch.uint8)[0] ^= 1
+
+
+def swap_gate_and_up(model):
+    layer = model.model.layers[1].mlp.gate_up_proj
+    put(layer, matrix(layer).roll(256, 0))
+
+
+def flip_a_bit_of_the_embedding(model):
+    model.model.embed_tokens.weight.data.view(torch.uint8)[3, 3] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (flip_a_bit, ["model.norm.weight"]),
+        (flip_a_bit_in_a_kernel, ["model.layers.0.self_attn.o_proj.weight"]),
+        (
+            flip_a_bit_of_a_bias,
+            [f"model.layers.1.self_attn.{part}_proj.bias" for part in ("qkv", "q", "k", "v")],
+        ),
+        (
+            swap_gate_and_up,
+            [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate_up", "gate", "up")],
+        ),
+        (flip_a_bit_of_the_embedding, ["model.embed_tokens.weight"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_q4_what_differs_is_found_and_named(llm, ends, damage, named):
+    sender, receiver = ends
+    model = make_model(llama_config(**CONFIG), seed=1)
+    sender.update_weights(model, version=1)
+    clean = receiver.verify_weights()
+    assert clean.ok, clean
+    assert clean.checked == len(dict(model.named_parameters()))
+    llm.apply_model(damage)
+    (words,) = receiver.verify_weights().different
+    for name in named:
+        assert name in words
+    # Looking mended nothing; the next update does.
+    assert receiver.verify_weights().different == (words,)
+    receiver.apply_weights()
+    assert receiver.verify_weights().ok
+    assert greedy(llm) == expected(model)
