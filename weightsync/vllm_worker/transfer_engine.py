@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from weightsync.manifest import describe
 from weightsync.scheme import scheme_from_url
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
-from weightsync.vllm_worker import answers, compat
+from weightsync.vllm_worker import answers, compat, verification
 
 
 @dataclass
@@ -87,6 +88,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ``begin``   open a session on the ``target``; one that a crash left open is undone first
         ``load``    load what was staged
         ``finish``  end the session; ``last`` of this update: the version is held now
+        ``verify``  compare what the ``target`` holds with what was staged; changes nothing
         ``abandon`` undo the session: it failed here, or on another worker
         ``release`` give the lease back and forget the error
         ``status``  only answer
@@ -96,12 +98,15 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Returns:
             JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``asleep``: the tags of
-            memory that sleep took away; ``invalid``: names of tensors that it did not bring back.
+            memory that sleep took away; ``invalid``: names of tensors that it did not bring back;
+            and what ``verify`` found.
         """
         self._worker = worker
-        self._guard(lambda: self._obey(json.loads(request)))
+        more: dict[str, Any] = {}
+        self._guard(lambda: more.update(self._obey(json.loads(request)) or {}))
         return json.dumps(
             {
+                **more,
                 "rank": self._number,
                 "error": self._error,
                 "staging": self._staging is not None and self._staging.is_alive(),
@@ -112,13 +117,15 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             }
         )
 
-    def _obey(self, request: dict[str, Any]) -> None:
+    def _obey(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """What is answered beside the usual."""
         op = request["op"]
         if op == "init":
             self._driven, self._error = True, None
             self._reader = int(request["first"]) + self._number, int(request["total"])
             self._connect(str(request["scheme"]))
         elif op == "stage":
+            self._end_former_session()
             self._release()
             self._error = None  # after the former staging has ended, which may have failed
             deadline = Deadline(float(request["timeout"]))
@@ -140,6 +147,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             pass
         elif op == "check":
             self._check(str(request["target"]))
+        elif op == "verify":
+            return self._verify(str(request["target"]))
         elif op == "begin":
             self._begin(str(request["target"]))
         elif op == "load":
@@ -152,14 +161,18 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._worker.finish_weight_update()
         else:
             raise EngineError(f"no such request: {op!r:.80}")
+        return None
 
     def _begin(self, target: str) -> None:
+        self._end_former_session()
+        compat.begin_session(self._worker, target)
+
+    def _end_former_session(self) -> None:
+        """Its driver died, or vLLM's own methods were used and not to the end."""
         if compat.in_session(self._worker):
-            # Its driver died, or vLLM's own methods were used and not to the end.
             self._error = "abandoned"
             compat.end_session(self._worker)
             self._error = None
-        compat.begin_session(self._worker, target)
 
     # ---------------------------------------------------------------- vLLM's life cycle
 
@@ -283,14 +296,38 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         fingerprint = self._snapshot.manifest.fingerprint
         if fingerprint == self._fits.get(target):
             return
-        with (
-            compat.targeting(self._worker, target),
-            set_current_vllm_config(self.vllm_config),
-            compat.rehearsal(self.model),
-        ):
+        with self._looking_at(target), compat.rehearsal(self.model):
             self._load(self._snapshot)
             self._require_complete()
         self._fits[target] = fingerprint
+
+    @contextmanager
+    def _looking_at(self, target: str) -> Iterator[None]:
+        """Between two steps of the model, and without a session."""
+        with (
+            compat.targeting(self._worker, target),
+            set_current_vllm_config(self.vllm_config),
+            torch.no_grad(),
+        ):
+            yield
+
+    def _verify(self, target: str) -> dict[str, Any]:
+        """
+        Returns:
+            ``compared``: which tensors of the version, by their number in the manifest;
+            ``different`` and ``unchecked`` as in :class:`~.verification.Findings`.
+        """
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise EngineError("no version was staged to compare with")
+        with self._looking_at(target):
+            found = verification.compare(self.model, self.model_config, self._stream(snapshot))
+        numbers = {spec.name: number for number, spec in enumerate(snapshot.manifest.tensors)}
+        return {
+            "compared": sorted(numbers[name] for name in found.compared if name in numbers),
+            "different": found.different,
+            "unchecked": found.unchecked,
+        }
 
     def _require_complete(self) -> None:
         incomplete = compat.incomplete_layers(self.model)
