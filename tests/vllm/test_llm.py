@@ -82,6 +82,8 @@ def test_a_request_in_flight_is_kept_and_continues_with_the_new_weights(llama, e
     (output,) = done
     tokens = list(output.outputs[0].token_ids)
     assert len(tokens) == 40
+    if not hasattr(output.outputs[0], "weight_versions"):
+        pytest.skip("this release says nothing of versions in an answer (before 0.32)")
     spans = output.outputs[0].weight_versions
     assert [span.version for span in spans] == [str(one.version), str(two.version)]
     # Everything from the switch on is what the new weights say after that text.

@@ -138,6 +138,11 @@ TABLE: dict[str, tuple[Need, ...]] = {
             since="0.27",
             without="an LLM has no label",
         ),
+        need(
+            "vllm.outputs:CompletionOutput.weight_versions",
+            since="0.32",
+            without="an answer does not say of which version its tokens are",
+        ),
         need(f"{_ENGINE}.is_sleeping"),
         need(f"{_ENGINE}.reset_encoder_cache"),
         need(f"{_ENGINE}.engine_core"),
