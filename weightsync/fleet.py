@@ -2,21 +2,23 @@
 
 Usually it is one. Of several, all have staged the update before any is paused, and all are paused
 before the first of them changes; one that fails takes no further step, is brought back to a whole
-version if that can be done, and the others go on.
+version if that can be done, and the others go on. What happens to one is in
+:mod:`weightsync.attempt`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
+from weightsync.attempt import LATE, Attempt, Way, words_of
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
-from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError, EngineUnusableError
 from weightsync.report import EngineReport, Seconds, State
 from weightsync.version import Version
 
@@ -25,8 +27,15 @@ log = logging.getLogger("weightsync")
 REVIVAL = 3.0
 """Seconds that an engine which is thought to be dead has to answer again."""
 
-LATE = 15.0
-"""Seconds after the deadline that an engine of several has to come back from a step."""
+
+@dataclass
+class _Late:
+    """A step that an engine has not come back from, and the versions that it may still read."""
+
+    thread: threading.Thread
+    attempt: Attempt
+    version: Version
+    reads: tuple[Update | None, ...]
 
 
 @dataclass
@@ -41,7 +50,7 @@ class Member:
     error: str | None = None
     seconds: Seconds = field(default_factory=Seconds)
     first: int = 0
-    busy: threading.Thread | None = None
+    late: _Late | None = None
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -49,29 +58,52 @@ class Member:
         )
 
     def is_behind(self, version: Version) -> bool:
-        return self.version is None or self.version < version or self.engine.lost_weights()
+        return self.version is None or self.version < version or self.lost_weights()
 
-    def let_go(self, state: State = "unusable") -> None:
-        """It holds no whole version."""
-        self.version, self.state = None, state
+    def lost_weights(self) -> bool:
+        """Whether it held a version and holds it no more. One that does not say so may have."""
+        if self.version is None:
+            return False
+        try:
+            return self.engine.lost_weights()
+        except Exception as error:
+            log.warning("engine %s does not say what it holds: %s", self.name, words_of(error))
+            return True
+
+    def require_ready(self) -> None:
+        """
+        Raises:
+            EngineUnusableError: it holds no whole version; says why.
+        """
+        if self.version is None:
+            why = f": {self.error}" if self.error else ", none has arrived yet"
+            raise EngineUnusableError(f"engine {self.name!r} ({self.state}) holds no version{why}")
+        if self.lost_weights():
+            raise EngineUnusableError(f"engine {self.name!r} lost its weights in sleep")
+
+    def take(self, attempt: Attempt, version: Version) -> None:
+        """Stand where an attempt at a version has led to."""
+        if not self.state == attempt.state == "dead":  # its death was said when it died
+            self.attempted = version
+        self.version, self.state = attempt.held, attempt.state
+        self.error = None if attempt.error is None else words_of(attempt.error)
+        self.seconds = Seconds(apply=attempt.total, pause=attempt.pause, total=attempt.total)
+
+    def leave(self, late: _Late, error: BaseException) -> None:
+        """Go on without it: what it holds is not known before it comes back."""
+        self.late, self.attempted = late, late.version
+        self.version, self.state, self.error = None, "unusable", words_of(error)
+
+    def look_after(self) -> None:
+        """See whether a step that was given up is over by now."""
+        if self.late is not None and not self.late.thread.is_alive():
+            self.take(self.late.attempt, self.late.version)
+            self.late = None
 
 
-@dataclass
-class _Attempt:
-    """A member on its way through one update."""
-
-    member: Member
-    fit: Fit = field(default_factory=Fit)
-    error: BaseException | None = None
-    paused: float = 0.0
-    was_dead: bool = False
-
-    def step(self, action: Callable[[_Attempt], None]) -> None:
-        if self.error is None:
-            try:
-                action(self)
-            except BaseException as error:
-                self.error = error
+_driven: weakref.WeakValueDictionary[tuple[int, str], Fleet] = weakref.WeakValueDictionary()
+"""Who drives which object under which name: two that do not know of each other would mix versions.
+"""
 
 
 class Fleet:
@@ -84,53 +116,114 @@ class Fleet:
 
     def __init__(self, engines: Mapping[str, Engine], url: str, apply_timeout: float) -> None:
         self.members = [Member(name, engine) for name, engine in engines.items()]
+        self.seconds = Seconds()
+        """Of the last update, phase by phase those of the slowest engine."""
         self._url = url
         self._apply_timeout = apply_timeout
-        self._workers = 0
+        self._workers: list[int] = []
 
     # ---------------------------------------------------------------- set-up
 
-    def connect(self, deadline: Deadline) -> int:
+    def connect(self, deadline: Deadline, instead_of: Fleet | None = None) -> int:
         """
+        Args:
+            instead_of: whose engines may be among these.
+
         Returns:
             How many processes of the engines' own open snapshots.
 
         Raises:
-            EngineError: one is not set up for weight transfer; says what to change.
+            EngineError: one is not set up for weight transfer, or is driven by another receiver;
+                says what to change.
         """
-        counts = [0] * len(self.members)
+        self._claim(instead_of)
+        counts: dict[str, int] = {}
 
-        def count(attempt: _Attempt) -> None:
-            number = self.members.index(attempt.member)
-            counts[number] = attempt.member.engine.workers(deadline)
+        def count(member: Member) -> None:
+            counts[member.name] = member.engine.workers(deadline)
 
-        attempts = self._each(self.members, count, deadline)
-        self._raise(attempts)
-        if 0 in counts and any(counts):
-            raise EngineError(
-                "engines with worker processes and without need receivers of their own"
-            )
-        self._workers = sum(counts)
-        for number, member in enumerate(self.members):
-            member.first = sum(counts[:number])
-        self._each(self.members, lambda a: self._connect(a.member, deadline), deadline, attempts)
-        self._raise(attempts)
-        return self._workers
+        try:
+            self._each(count, deadline)
+            if 0 in counts.values() and any(counts.values()):
+                raise EngineError(
+                    "engines with worker processes and without need receivers of their own"
+                )
+            self._workers = [counts[member.name] for member in self.members]
+            for number, member in enumerate(self.members):
+                member.first = sum(self._workers[:number])
+            self._each(lambda member: self._connect(member, deadline), deadline)
+        except BaseException:
+            self.release()
+            raise
+        return sum(self._workers)
+
+    def _claim(self, instead_of: Fleet | None) -> None:
+        for member in self.members:
+            other = _driven.get(_key(member.engine))
+            if other not in (None, self, instead_of):
+                raise EngineError(
+                    f"engine {member.name!r} is driven by another receiver of this process: "
+                    "shutdown() that one first, or give this one's engines to it"
+                )
+        _driven.update({_key(member.engine): self for member in self.members})
+
+    def release(self) -> None:
+        """Let other receivers have these engines."""
+        for member in self.members:
+            if _driven.get(_key(member.engine)) is self:
+                del _driven[_key(member.engine)]
 
     def _connect(self, member: Member, deadline: Deadline) -> None:
-        member.engine.number_workers(member.first, self._workers)
+        member.engine.number_workers(member.first, sum(self._workers))
         member.engine.connect(self._url, deadline)
-        member.state = "connected"
+        if member.version is None:
+            member.state = "connected"
 
-    def close(self) -> None:
+    def _revive(self, member: Member) -> None:
+        """Get in touch with an engine that was dead: it may have been started anew."""
+        deadline = Deadline(REVIVAL)
+        had = self._workers[self.members.index(member)]
+        has = member.engine.workers(deadline)
+        if has != had:
+            raise EngineError(
+                f"it had {had} worker processes and has {has} now: connect() the receiver anew"
+            )
+        self._connect(member, deadline)
+
+    def close(self, keep: Fleet | None = None) -> None:
+        """Give everything back.
+
+        Args:
+            keep: whose engines go on being used.
+        """
+        kept = {id(member.engine) for member in keep.members} if keep is not None else set()
         for member in self.members:
-            member.engine.close()
+            member.look_after()
+            if member.late is not None:
+                log.warning("engine %s has not come back, and is left so", member.name)
+            elif id(member.engine) not in kept:
+                try:
+                    member.engine.close()
+                except Exception as error:
+                    log.warning("engine %s: %s", member.name, words_of(error))
+        self.release()
 
     # ---------------------------------------------------------------- where they stand
 
     @property
     def alive(self) -> list[Member]:
         return [member for member in self.members if member.state != "dead"]
+
+    def member(self, name: str) -> Member:
+        """
+        Raises:
+            EngineError: there is no such engine; says which there are.
+        """
+        for member in self.members:
+            if member.name == name:
+                return member
+        names = ", ".join(repr(member.name) for member in self.members)
+        raise EngineError(f"there is no engine {name!r}: there are {names}")
 
     @property
     def version(self) -> Version | None:
@@ -155,20 +248,22 @@ class Fleet:
         return "; ".join(f"engine {m.name!r}: {m.error}" for m in said)[:4000] or None
 
     @property
-    def seconds(self) -> Seconds:
-        """Those of the slowest."""
-        return Seconds(
-            apply=max(member.seconds.apply for member in self.members),
-            pause=max(member.seconds.pause for member in self.members),
-            total=max(member.seconds.total for member in self.members),
-        )
+    def attempted(self) -> Version | None:
+        """The last version that any of them tried."""
+        tried = [member.attempted for member in self.members if member.attempted is not None]
+        return max(tried, default=None)
 
     def lost_weights(self) -> bool:
-        return any(member.engine.lost_weights() for member in self.alive)
+        return any(member.lost_weights() for member in self.alive)
 
     def holds(self, version: Version) -> bool:
         """Whether any engine does."""
         return any(member.version == version for member in self.members)
+
+    def readers_of(self, update: Update) -> list[threading.Thread]:
+        """Steps that were given up, and may still read a version. Its lease lasts as long."""
+        late = [member.late for member in self.members if member.late is not None]
+        return [each.thread for each in late if any(update is read for read in each.reads)]
 
     # ---------------------------------------------------------------- an update
 
@@ -183,195 +278,150 @@ class Fleet:
             BaseException: an engine failed. Of one engine it is its own error, of several an
                 EngineError that says which, and what the others hold.
         """
-        began = time.perf_counter()
+        for member in self.members:
+            member.look_after()
         members = [m for m in self.members if again or m.is_behind(update.version)]
-        # One that does not answer must leave the others time to load.
-        several = len(members) > 1
-        first = deadline.at_most(deadline.remaining / 2) if several else deadline
-        attempts = self._each(members, lambda a: self._prepare(a, update, first), first)
-        if any(attempt.error is None for attempt in attempts):
-            self._each(members, lambda a: self._pause(a, deadline), deadline, attempts)
-            self._each(
-                members, lambda a: self._load(a, update, former, deadline), deadline, attempts
-            )
-        for attempt in attempts:
-            self._conclude(attempt, update, began)
-        self._raise(attempts, update.version)
-        fits = [attempt.fit for attempt in attempts]
+        was_dead = {member.name for member in members if member.state == "dead"}
+        attempts = {member.name: self._attempt(member) for member in members}
+        free = [name for name, attempt in attempts.items() if attempt.error is None]
+        way = Way(free, update, former, deadline, self._apply_timeout)
+        threads: dict[str, threading.Thread] = {}
+        try:
+            jobs = {name: partial(attempts[name].run, way) for name in free}
+            _together(jobs, deadline, threads)
+        finally:
+            said = {
+                name: self._conclude(attempt, way, threads.get(name))
+                if name in free
+                else attempt.error
+                for name, attempt in attempts.items()
+            }
+            self._note_seconds(members)
+        errors = {name: error for name, error in said.items() if error is not None}
+        self._raise(errors, len(members), update.version, was_dead)
+        fits = [attempt.fit for attempt in attempts.values()]
         return Fit(
             tuple(dict.fromkeys(name for fit in fits for name in fit.missing)),
             tuple(dict.fromkeys(name for fit in fits for name in fit.unexpected)),
         )
 
-    def _prepare(self, attempt: _Attempt, update: Update, deadline: Deadline) -> None:
-        member = attempt.member
-        if member.state == "dead":  # it may have been started anew
-            attempt.was_dead = True
-            self._connect(member, deadline.at_most(REVIVAL))
-        attempt.fit = member.engine.check(update.snapshot.manifest)
-        member.engine.stage(update, deadline)
+    def _attempt(self, member: Member) -> Attempt:
+        attempt = Attempt(member.name, member.engine, member.version, member.state)
+        if member.state == "dead":
+            attempt.revive = partial(self._revive, member)
+        if member.late is not None:
+            attempt.error = DeadlineError("it has not come back from a former step")
+        return attempt
 
-    def _pause(self, attempt: _Attempt, deadline: Deadline) -> None:
-        attempt.paused = time.perf_counter()
-        try:
-            attempt.member.engine.pause(deadline)
-        except BaseException:
-            self._resume(attempt)
-            raise
+    def _conclude(
+        self, attempt: Attempt, way: Way, thread: threading.Thread | None
+    ) -> BaseException | None:
+        """Note where an engine stands now. Returns what went wrong."""
+        member, version = self.member(attempt.name), way.update.version
+        if thread is not None and thread.is_alive():
+            error = DeadlineError(f"it did not come back within {way.deadline.seconds:.1f} s")
+            member.leave(_Late(thread, attempt, version, (way.update, way.former)), error)
+            return error
+        member.take(attempt, version)
+        return attempt.error
 
-    def _load(
-        self, attempt: _Attempt, update: Update, former: Update | None, deadline: Deadline
-    ) -> None:
-        engine = attempt.member.engine
-        try:
-            try:
-                _load_whole(engine, update, deadline)
-            except BaseException as error:
-                self._recover(attempt.member, former, error)
-                raise
-        finally:
-            self._resume(attempt)
+    def _note_seconds(self, members: Sequence[Member]) -> None:
+        if members:
+            self.seconds = Seconds(
+                apply=max(member.seconds.apply for member in members),
+                pause=max(member.seconds.pause for member in members),
+                total=max(member.seconds.total for member in members),
+            )
 
-    def _resume(self, attempt: _Attempt) -> None:
-        try:
-            attempt.member.engine.resume()
-        except BaseException:
-            attempt.member.let_go()
-            raise
-        finally:
-            attempt.paused = time.perf_counter() - attempt.paused
+    def _each(self, action: Callable[[Member], None], deadline: Deadline) -> None:
+        """Do something with every engine at a time.
 
-    def _recover(self, member: Member, former: Update | None, cause: BaseException) -> None:
-        """Put the last good version back, or say that the engine holds none."""
-        why = "there is no earlier version"
-        member.let_go()
-        if isinstance(cause, EngineDiedError):
-            why = "it died"
-        elif former is not None:
-            try:
-                _load_whole(member.engine, former, Deadline(self._apply_timeout))
-                member.version, member.state = former.version, "rolled back"
-                return
-            except Exception as error:
-                why = f"rolling back to {former.version} failed: {words_of(error)}"
-        log.error("engine %s is unusable until the next full update: %s", member.name, why)
-        try:
-            member.engine.label(None)
-        except Exception as error:
-            log.warning("engine %s keeps its label: %s", member.name, words_of(error))
-        if hasattr(cause, "add_note"):
-            cause.add_note(f"the engine holds no whole version now: {why}")
-
-    def _conclude(self, attempt: _Attempt, update: Update, began: float) -> None:
-        member, error = attempt.member, attempt.error
-        total = time.perf_counter() - began
-        member.seconds = Seconds(apply=total, pause=attempt.paused, total=total)
-        member.attempted = update.version
-        if error is None:
-            member.version, member.state, member.error = update.version, "applied", None
-            return
-        if member.busy is None:
-            member.engine.unstage()
-        if isinstance(error, EngineDiedError):
-            member.let_go("dead")
-        member.error = words_of(error)
-
-    # ---------------------------------------------------------------- all at once
-
-    def _each(
-        self,
-        members: Sequence[Member],
-        action: Callable[[_Attempt], None],
-        deadline: Deadline,
-        attempts: list[_Attempt] | None = None,
-    ) -> list[_Attempt]:
-        """Take every member that has not failed through one step.
-
-        One alone is taken here, in the caller's thread; several in threads of their own.
+        Raises:
+            BaseException: what the only one raised. EngineError: what some of several raised.
         """
-        if attempts is None:
-            attempts = [_Attempt(member) for member in members]
-        if len(attempts) == 1:
-            attempts[0].step(action)
-            return attempts
-        running: list[tuple[_Attempt, threading.Thread]] = []
-        for attempt in attempts:
-            member = attempt.member
-            if member.busy is not None and member.busy.is_alive():
-                attempt.error = DeadlineError(f"engine {member.name!r} is still in a former step")
-                continue
-            member.busy = None
-            if attempt.error is None:
-                thread = threading.Thread(
-                    target=attempt.step,
-                    args=(action,),
-                    name=f"weightsync {member.name}",
-                    daemon=True,
-                )
-                thread.start()
-                running.append((attempt, thread))
-        until = Deadline(deadline.remaining + LATE)
-        for attempt, thread in running:
-            thread.join(until.remaining)
-            if thread.is_alive():
-                attempt.member.busy = thread
-                attempt.member.let_go()
-                attempt.error = DeadlineError(
-                    f"engine {attempt.member.name!r} did not come back within "
-                    f"{deadline.seconds:.1f} s"
-                )
-        return attempts
+        errors: dict[str, BaseException] = {}
 
-    def _raise(self, attempts: Sequence[_Attempt], version: Version | None = None) -> None:
-        failed = [attempt for attempt in attempts if attempt.error is not None]
-        if len(failed) < len(attempts):
-            # That an engine is still dead was said when it died; its report goes on saying so.
-            failed = [attempt for attempt in failed if not attempt.was_dead]
+        def take(member: Member) -> None:
+            try:
+                if member.late is not None:
+                    raise DeadlineError("it has not come back from a former step")
+                action(member)
+            except BaseException as error:
+                errors[member.name] = error
+
+        threads: dict[str, threading.Thread] = {}
+        _together({m.name: partial(take, m) for m in self.members}, deadline, threads)
+        for name, thread in threads.items():
+            if thread.is_alive():
+                late = DeadlineError(f"it did not come back within {deadline.seconds:.1f} s")
+                errors = {**errors, name: late}
+        self._raise(errors, len(self.members))
+
+    def _raise(
+        self,
+        errors: Mapping[str, BaseException],
+        tried: int,
+        version: Version | None = None,
+        was_dead: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            errors: of the engines that failed. tried: how many were to take the step.
+            was_dead: those of which it was said before.
+        """
+        failed = dict(errors)
+        if len(failed) < tried:  # what one is still dead of was said when it died
+            failed = {name: error for name, error in errors.items() if name not in was_dead}
         if not failed:
             return
-        for attempt in failed:  # an interrupt ends everything
-            if attempt.error is not None and not isinstance(attempt.error, Exception):
-                raise attempt.error
-        error = failed[0].error
-        assert error is not None
+        first = next(iter(failed.values()))
         if len(self.members) == 1:
-            raise error
-        said = "; ".join(f"engine {a.member.name!r}: {words_of(a.error)}" for a in failed)
-        others = len(attempts) - len(failed)
-        rest = f"; the other {others} hold {version}" if version and others else ""
-        kind = EngineDiedError if isinstance(error, EngineDiedError) and not others else EngineError
-        raise kind(f"{said}{rest}") from error
+            raise first
+        said = "; ".join(f"engine {name!r}: {words_of(error)}" for name, error in failed.items())
+        held = [m for m in self.members if version is not None and m.version == version]
+        others = f"; {', '.join(repr(m.name) for m in held)} hold {version}" if held else ""
+        died = all(isinstance(error, EngineDiedError) for error in failed.values())
+        raise (EngineDiedError if died and not held else EngineError)(f"{said}{others}") from first
 
     def verify(self, update: Update) -> Verification:
         """Compare what each engine that holds the version has with it."""
         one = len(self.members) == 1
-        found = [
-            (member, member.engine.verify(update))
-            for member in self.members
-            if member.version == update.version
-        ]
-
-        def named(member: Member, names: Sequence[str]) -> list[str]:
-            return [name if one else f"{member.name}: {name}" for name in names]
-
-        return Verification(
-            update.version,
-            sum(outcome.checked for _, outcome in found),
-            tuple(name for member, o in found for name in named(member, o.different)),
-            tuple(name for member, o in found for name in named(member, o.unchecked)),
-        )
+        checked, different, unchecked = 0, [], []
+        for member in self.members:
+            if member.version != update.version:
+                unchecked.append(f"{member.name}: all of it, as it holds {member.version}")
+                continue
+            found = member.engine.verify(update)
+            before = "" if one else f"{member.name}: "
+            checked += found.checked
+            different += [f"{before}{name}" for name in found.different]
+            unchecked += [f"{before}{name}" for name in found.unchecked]
+        return Verification(update.version, checked, tuple(different), tuple(unchecked))
 
 
-def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
-    engine.apply(update, deadline)
-    invalid = engine.unrestored()
-    if invalid:
-        raise EngineError(
-            f"tensors that the engine lost in sleep were not restored: {', '.join(invalid)}"
-        )
-    engine.flush(deadline)
-    engine.label(update.version)
+def _key(engine: Engine) -> tuple[int, str]:
+    """The part of an object that an engine changes: adapters of one LLM have their own names."""
+    return id(engine.target), engine.name
 
 
-def words_of(error: Any) -> str:
-    return f"{type(error).__name__}: {error}"[:4000]
+def _together(
+    jobs: Mapping[str, Callable[[], None]],
+    deadline: Deadline,
+    threads: dict[str, threading.Thread],
+) -> None:
+    """Run jobs that raise nothing at the same time: one alone in the caller's thread.
+
+    Args:
+        deadline: known to the jobs; waited for them is a little longer.
+        threads: where those of the others are noted; some may not have ended.
+    """
+    if len(jobs) == 1:
+        for job in jobs.values():
+            job()
+        return
+    for name, job in jobs.items():
+        threads[name] = threading.Thread(target=job, name=f"weightsync {name}", daemon=True)
+        threads[name].start()
+    until = Deadline(deadline.remaining + LATE)
+    for thread in threads.values():
+        thread.join(min(until.remaining, threading.TIMEOUT_MAX))

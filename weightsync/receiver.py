@@ -10,23 +10,28 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from weightsync.attempt import words_of
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import (
     DeadlineError,
+    EngineError,
     EngineUnusableError,
     VersionGoneError,
     WeightSyncError,
 )
-from weightsync.fleet import Fleet, words_of
+from weightsync.fleet import Fleet
+from weightsync.guard import Guard
 from weightsync.interrupts import deferred_interrupts
 from weightsync.replicas import engines_of
 from weightsync.report import ReceiverReport, State, SyncReport
+from weightsync.transport import Snapshot
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -46,6 +51,11 @@ class Receiver:
 
     Updates are applied by ``poll_and_apply``, by iterating, in the background after ``follow``,
     or by a sender in the same process it was attached to; one at a time in any case.
+
+    Of several engines one that fails, dies or does not come back keeps none of the others from a
+    new version. ``version``, ``ready``, ``state`` and the sender's report then speak of all that
+    live together: the oldest version, and the worst state; ``status().engines`` has each of them.
+    A dead engine counts no more, until it answers again at a later update.
 
     Args:
         scheme: as on the sender's side.
@@ -75,7 +85,9 @@ class Receiver:
         self._missed: Version | None = None
         self._failed: str | None = None
         self._connected = False
+        self._workers = 0
         self._busy = threading.RLock()
+        self._applying = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,13 +106,19 @@ class Receiver:
         deadline = Deadline(timeout)
         with self._busy:
             try:
-                self._subscriber.delegate(self._fleet.connect(deadline))
+                self._workers = self._fleet.connect(deadline)
+                self._subscriber.delegate(self._workers)
                 self._failed = None
             except Exception as error:
                 self._failed = words_of(error)
                 self._tell_failure(deadline.at_most(_REPORT_SECONDS))
                 raise
-            self._subscriber.open(deadline)
+            try:
+                self._subscriber.open(deadline)
+            except BaseException:
+                if not self._connected:
+                    self._fleet.release()
+                raise
             self._stop.clear()
             self._thread = None
             self._connected = True
@@ -131,26 +149,29 @@ class Receiver:
 
     @property
     def version(self) -> Version | None:
-        """The whole, confirmed version the engine holds; of several the oldest."""
+        """The whole, confirmed version the engine holds.
+
+        Of several the oldest that a living one holds, and None if a living one holds none.
+        """
         return self._fleet.version
 
     @property
     def ready(self) -> bool:
-        """Whether the engine holds a confirmed version, and has not lost it in sleep."""
+        """Whether every living engine holds a confirmed version, and has not lost it in sleep."""
         return self.version is not None and not self._fleet.lost_weights()
 
     @property
     def state(self) -> State:
+        """The worst of the living engines' states; ``unusable`` if all are dead."""
         return "failed" if self._failed else self._fleet.state
 
     def status(self) -> ReceiverReport:
         """Where this receiver stands; the same that the sender sees."""
-        attempted = [m.attempted for m in self._fleet.members if m.attempted is not None]
         return ReceiverReport(
             self.id,
             self.state,
             self.version,
-            max(attempted, default=None),
+            self._fleet.attempted,
             self._failed or self._fleet.error,
             socket.gethostname(),
             os.getpid(),
@@ -158,17 +179,38 @@ class Receiver:
             tuple(member.report() for member in self._fleet.members),
         )
 
-    def require_ready(self) -> None:
+    def require_ready(self, engine: str | None = None) -> None:
         """
+        Args:
+            engine: ask for this one of several only, by its name.
+
         Raises:
             EngineUnusableError: the engine holds no whole known version; says why.
         """
-        if self._fleet.lost_weights():
-            raise EngineUnusableError(f"receiver {self.id!r}: the engine lost its weights in sleep")
-        if self.version is None:
-            error = self._failed or self._fleet.error
-            why = f": {error}" if error else ", none has arrived yet"
-            raise EngineUnusableError(f"receiver {self.id!r} holds no version{why}")
+        chosen = self._fleet.alive if engine is None else [self._fleet.member(engine)]
+        for member in chosen or self._fleet.members:
+            try:
+                member.require_ready()
+            except EngineUnusableError as error:
+                why = self._failed or error
+                raise EngineUnusableError(f"receiver {self.id!r}: {why}") from None
+
+    def guard(self, engine: str | None = None) -> Any:
+        """The engine's object, as it is, but refusing to generate while it holds no whole version.
+
+        See :class:`~weightsync.guard.Guard`.
+
+        Args:
+            engine: which of several, by its name.
+
+        Raises:
+            EngineError: there are several, or none of that name.
+        """
+        if engine is None and len(self.engines) > 1:
+            raise EngineError(f"guard(name): one of {', '.join(map(repr, self.engines))}")
+        if engine is not None:
+            self._fleet.member(engine)
+        return Guard(self, engine)
 
     # ---------------------------------------------------------------- updates
 
@@ -266,12 +308,15 @@ class Receiver:
             self._busy.release()
 
     def _apply(self, version: Version, deadline: Deadline, again: bool) -> SyncReport:
+        self._require_not_applying()
         snapshot = self._subscriber.snapshot(version, deadline)
         update = Update(self._url, version, snapshot)
+        self._applying = True
         try:
             with deferred_interrupts():
                 fit = self._fleet.update(update, self._held, deadline, again)
         finally:
+            self._applying = False
             self._keep(update)
             self._acknowledge()
         return self._report(update, fit)
@@ -281,13 +326,21 @@ class Receiver:
         former = self._held
         if self._fleet.holds(update.version):
             self._held = update
-            if former is not None:
-                former.snapshot.close()
+            self._let_go(former)
             return
-        update.snapshot.close()
+        self._let_go(update)
         if former is not None and not self._fleet.holds(former.version):
             self._held = None
-            former.snapshot.close()
+            self._let_go(former)
+
+    def _let_go(self, update: Update | None) -> None:
+        """End a lease, once no engine that is late reads from it any more."""
+        readers = self._fleet.readers_of(update) if update is not None else []
+        if update is not None and not readers:
+            update.snapshot.close()
+        elif update is not None:
+            ending = partial(_close_after, readers, update.snapshot)
+            threading.Thread(target=ending, name=f"weightsync {self.id} lease", daemon=True).start()
 
     def _report(self, update: Update, fit: Fit) -> SyncReport:
         manifest = update.snapshot.manifest
@@ -322,7 +375,8 @@ class Receiver:
         Use ``with receiver.hold():`` around whatever must not see weights change, and around
         every call of an engine that must not be called from two threads (``vllm.LLM``).
 
-        Errors are logged, given to ``on_error``, and retried after a growing pause.
+        Errors are logged, given to ``on_error``, and retried after a growing pause, which a newer
+        version ends.
         """
         self._require_connected()
         if self._thread is not None:
@@ -330,7 +384,8 @@ class Receiver:
 
         def run() -> None:
             pause = 0.0
-            while not self._stop.wait(pause):
+            while not self._stop.is_set():
+                self._rest(pause)
                 try:
                     report = self.poll_and_apply(timeout=0.2)
                     pause = 0.0
@@ -353,6 +408,18 @@ class Receiver:
         self._thread = threading.Thread(target=run, name=f"weightsync {self.id}", daemon=True)
         self._thread.start()
 
+    def _rest(self, seconds: float) -> None:
+        """Before a version that failed is tried again. What is newer must not wait for that."""
+        over, tried = Deadline(seconds), self._fleet.attempted
+        while not over.expired and not self._stop.is_set():
+            slot = over.at_most(0.2)
+            try:
+                if tried is not None and self._subscriber.wait(tried, slot) is not None:
+                    return
+            except Exception:  # what is wrong is said when a version is looked for in earnest
+                tried = None
+            self._stop.wait(slot.remaining)
+
     @contextmanager
     def hold(self) -> Iterator[Version | None]:
         """No update is applied inside; gives the version that the engine holds."""
@@ -365,16 +432,25 @@ class Receiver:
         It holds no version until the next update; ``apply_weights()`` makes it current at once.
         """
         new = self._fleet_of(engine, options or self._options)
-        with self._busy:
+        with self._alone(Deadline(self._apply_timeout)) as deadline:
+            self._require_not_applying()
             if self._connected:
-                new.connect(Deadline(self._apply_timeout))
-            self._fleet.close()
+                workers = new.connect(deadline, instead_of=self._fleet)
+                self._fleet.close(keep=new)
+                self._delegate_anew(workers, deadline)
+            former, self._held = self._held, None
+            self._let_go(former)
             self._fleet = new
-            if self._held is not None:
-                self._held.snapshot.close()
-            self._held = None
             if self._connected:
                 self._acknowledge()
+
+    def _delegate_anew(self, workers: int, deadline: Deadline) -> None:
+        """Other processes read for this receiver from now on, if it is another number of them."""
+        if workers != self._workers:
+            self._workers = workers
+            self._subscriber.close()
+            self._subscriber.delegate(workers)
+            self._subscriber.open(deadline)
 
     def is_bound_to(self, target: Any) -> bool:
         """Whether updates go to this very object, and not to something it was copied from."""
@@ -408,8 +484,8 @@ class Receiver:
             self._subscriber.close()
             return
         try:
-            if self._held is not None:
-                self._held.snapshot.close()
+            held, self._held = self._held, None
+            self._let_go(held)
             if self._connected:
                 self._fleet.close()
             self._connected = False
@@ -435,9 +511,19 @@ class Receiver:
             # The engine is as it is; a sender that cannot be told will see a late receiver.
             log.warning("receiver %s could not acknowledge: %s", self.id, error)
 
+    def _require_not_applying(self) -> None:
+        if self._applying:  # this thread is inside of _alone(): it is its own doing
+            raise WeightSyncError("an update was asked for from within an update")
+
     def _require_connected(self) -> None:
         if not self._connected:
             raise WeightSyncError("the receiver is not connected: call connect() first")
+
+
+def _close_after(readers: list[threading.Thread], snapshot: Snapshot) -> None:
+    for reader in readers:
+        reader.join()
+    snapshot.close()
 
 
 def _new_id() -> str:

@@ -13,8 +13,8 @@ class Replicas:
     """Engines that one receiver keeps at the same version.
 
     All are paused before the first of them changes, so that no two of them answer with different
-    versions at a time. One that fails or dies is reported by its name, and the others go on with
-    the new version.
+    versions at a time. One that fails, dies or does not come back is reported by its name, and the
+    others go on with the new version: it costs them half of ``apply_timeout`` at most.
 
     Args:
         engines: whatever a receiver takes, each; a mapping gives them names of your own.
@@ -22,14 +22,21 @@ class Replicas:
     """
 
     def __init__(self, engines: Mapping[str, Any] | Sequence[Any], **options: Any) -> None:
-        if not engines:
+        if isinstance(engines, Mapping):
+            names, targets = [str(name) for name in engines], list(engines.values())
+        elif isinstance(engines, (list, tuple)):
+            names, targets = [], list(engines)
+        else:
+            kind = type(engines).__name__
+            raise EngineError(f"Replicas takes a list of engines, or a mapping of names, no {kind}")
+        if not targets:
             raise EngineError("Replicas([]): there is no engine")
-        named = isinstance(engines, Mapping)
-        targets = list(engines.values()) if isinstance(engines, Mapping) else list(engines)
         made = [as_engine(target, **options) for target in targets]
-        if len({id(engine.target) for engine in made}) < len(made):
+        if len({(id(engine.target), engine.name) for engine in made}) < len(made):
             raise EngineError("an engine is there twice")
-        names = [str(name) for name in engines] if named else _names(made)
+        names = names or _names(made)
+        if len(set(names)) < len(names):
+            raise EngineError(f"two engines have one name: {', '.join(names)}")
         self.engines: dict[str, Engine] = dict(zip(names, made, strict=True))
 
     def __len__(self) -> int:

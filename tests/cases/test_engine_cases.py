@@ -324,7 +324,7 @@ def test_p10_an_engine_that_cannot_be_resumed_is_unusable(ends):
     engine = FakeEngine(SHAPES, FUSED)
     sender, receiver = attached(ends, engine)
     sender.update_weights(weights(1), version=1)
-    engine.fail["resume"] = RuntimeError("stuck")
+    engine.fail["resume"] = [RuntimeError("stuck")] * 3
     with pytest.raises(ws.ReceiverError, match="stuck"):
         sender.update_weights(weights(2), version=2)
     assert (receiver.status().state, receiver.version) == ("unusable", None)

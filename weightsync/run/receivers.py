@@ -134,7 +134,9 @@ class Receivers:
         """
         live = [report for report in self.reports() if report.state not in ("dead", "failed")]
         tried = [r for r in live if r.attempted is not None and r.attempted >= version]
-        failed = [report for report in tried if report.error is not None]
+        # One of its engines may have failed, and the others hold the version.
+        holding = [r for r in tried if r.version is not None and r.version >= version]
+        failed = [r for r in tried if r.error is not None and r not in holding]
         return bool(failed) and len(tried) == len(live)
 
 

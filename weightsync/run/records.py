@@ -29,6 +29,7 @@ _RECEIVER_FILE = re.compile(
 _TEMPORARY = re.compile(r"\..*\.\d+\.\d+\.tmp\Z", re.ASCII | re.DOTALL)
 
 _STATES = ("connected", "applied", "rolled back", "unusable", "failed")
+_ENGINE_STATES = (*_STATES, "dead")
 
 
 def is_receiver_id(text: str) -> bool:
@@ -148,7 +149,7 @@ def report_from_json(data: bytes, what: str) -> ReceiverReport:
 
 def _engine_from_json(fields: Any) -> EngineReport:
     error = fields["error"]
-    if fields["state"] not in _STATES:
+    if fields["state"] not in _ENGINE_STATES:
         raise ValueError(f"no such state: {fields['state']!r:.80}")
     return EngineReport(
         text(fields["name"]),

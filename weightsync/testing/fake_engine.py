@@ -39,7 +39,7 @@ class FakeEngine(Engine):
 
     Attributes:
         calls: the steps taken, in order.
-        fail: step -> the exception it raises, once.
+        fail: step -> the exception it raises, once; or a list of them, one each time.
         running, aborted: numbers of requests.
         version_label: what the engine says it holds.
     """
@@ -74,7 +74,7 @@ class FakeEngine(Engine):
             self.parameters[whole] = torch.zeros((rows, *rest), dtype=dtype)
         self.buffers = dict(buffers or {})
         self.calls: list[str] = []
-        self.fail: dict[Step, Exception] = {}
+        self.fail: dict[Step, BaseException | list[BaseException]] = {}
         self.running = 0
         self.aborted = 0
         self.paused = False
@@ -221,6 +221,10 @@ class FakeEngine(Engine):
     def _step(self, step: Step) -> None:
         self.calls.append(step)
         error = self.fail.pop(step, None)
+        if isinstance(error, list):
+            error, *rest = error
+            if rest:
+                self.fail[step] = rest
         if error is not None:
             raise error
 

@@ -1,0 +1,246 @@
+"""One engine on its way through one update, and where it meets the others.
+
+An attempt changes its engine and itself, and nothing that others see: one that does not come back
+in time may do so later, and is looked at then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsync.deadline import Deadline
+from weightsync.engine import Engine, Fit, Update
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.report import State
+from weightsync.version import Version
+
+log = logging.getLogger("weightsync")
+
+LATE = 15.0
+"""Seconds after a deadline that an engine of several has to come back, if there is so much time."""
+
+_RESUME_AGAIN = (0.1, 0.5)
+"""Seconds before ``resume`` is tried again: an engine that stays paused answers nobody."""
+
+
+class Gate:
+    """Where the engines of an update wait for each other; for none longer than a deadline."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._awaited = set(names)
+        self._changed = threading.Condition()
+        self._open = False
+
+    def enter(self, name: str, until: Deadline) -> None:
+        """Wait for the others.
+
+        Raises:
+            DeadlineError: they have gone on without it.
+        """
+        with self._changed:
+            if self._open:
+                raise DeadlineError("it was too late: the others have gone on without it")
+            self._strike(name)
+            wait = min(until.remaining, threading.TIMEOUT_MAX)
+            self._changed.wait_for(lambda: self._open, wait)
+            self._let_through()
+
+    def leave(self, name: str) -> None:
+        """It does not come, or has been here."""
+        with self._changed:
+            self._strike(name)
+
+    def _strike(self, name: str) -> None:
+        self._awaited.discard(name)
+        if not self._awaited:
+            self._let_through()
+
+    def _let_through(self) -> None:
+        self._open = True
+        self._changed.notify_all()
+
+
+class Way:
+    """What the engines of an update have in common.
+
+    Args:
+        names: of the engines that take it.
+        former: the last good version, for engines that fail.
+        apply_timeout: seconds that bringing an engine back to it may take.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        update: Update,
+        former: Update | None,
+        deadline: Deadline,
+        apply_timeout: float,
+    ) -> None:
+        self.update = update
+        self.former = former
+        self.deadline = deadline
+        self.apply_timeout = apply_timeout
+        self.staged = Gate(names)
+        self.paused = Gate(names)
+        self._alone = len(names) == 1
+
+    def share(self) -> tuple[Deadline, Deadline]:
+        """When an engine is to be done with the next step, and when the others go on without it.
+
+        One that does not answer must leave the others time to load.
+        """
+        left = self.deadline.remaining
+        if self._alone:
+            return self.deadline, self.deadline
+        half = left / 2
+        return self.deadline.at_most(half), self.deadline.at_most(half + min(LATE, half / 2))
+
+
+@dataclass
+class Attempt:
+    """
+    Attributes:
+        held, state: where the engine stands: before the attempt, and after it.
+        revive: gets in touch with an engine that was dead before.
+        pause: seconds for which requests made no progress. total: seconds in all.
+    """
+
+    name: str
+    engine: Engine
+    held: Version | None
+    state: State
+    revive: Callable[[], None] | None = None
+    fit: Fit = field(default_factory=Fit)
+    error: BaseException | None = None
+    pause: float = 0.0
+    total: float = 0.0
+
+    def run(self, way: Way) -> None:
+        """Take the engine through an update. What goes wrong is in ``error``."""
+        began = time.perf_counter()
+        try:
+            self._update(way)
+        except BaseException as error:
+            self.error = error
+            if isinstance(error, EngineDiedError):
+                self._let_go("dead")
+            with suppress(Exception):
+                self.engine.unstage()
+        finally:
+            way.staged.leave(self.name)
+            way.paused.leave(self.name)
+            self.total = time.perf_counter() - began
+
+    def _update(self, way: Way) -> None:
+        told, until = way.share()
+        if self.revive is not None:
+            self.revive()
+            self.state = "connected"
+        self.fit = self.engine.check(way.update.snapshot.manifest)
+        self.engine.stage(way.update, told)
+        way.staged.enter(self.name, until)
+        began = time.perf_counter()
+        try:
+            self._while_paused(way)
+        except BaseException as error:
+            self._resume(error)
+            raise
+        else:
+            self._resume(None)
+        finally:
+            self.pause = time.perf_counter() - began
+
+    def _while_paused(self, way: Way) -> None:
+        told, until = way.share()
+        self.engine.pause(told)
+        way.paused.enter(self.name, until)
+        try:
+            _load_whole(self.engine, way.update, way.deadline)
+        except BaseException as error:
+            self._recover(way, error)
+            raise
+        self.held, self.state = way.update.version, "applied"
+
+    def _let_go(self, state: State = "unusable") -> None:
+        """The engine holds no whole version."""
+        self.held, self.state = None, state
+
+    def _recover(self, way: Way, cause: BaseException) -> None:
+        """Put the last good version back, or say that the engine holds none."""
+        self._let_go()
+        if isinstance(cause, EngineDiedError):
+            return
+        why = "there is no earlier version"
+        interrupt: BaseException | None = None
+        if way.former is not None:
+            try:
+                _load_whole(self.engine, way.former, Deadline(way.apply_timeout))
+                self.held, self.state = way.former.version, "rolled back"
+                return
+            except EngineDiedError as error:
+                self._let_go("dead")
+                why = f"rolling back to {way.former.version} failed: {words_of(error)}"
+            except BaseException as error:
+                why = f"rolling back to {way.former.version} failed: {words_of(error)}"
+                interrupt = None if isinstance(error, Exception) else error
+        self._disown(cause, f"the engine holds no whole version now: {why}")
+        if interrupt is not None:
+            raise interrupt
+
+    def _resume(self, cause: BaseException | None) -> None:
+        """Let requests go on, in any case: the engine is of no use otherwise."""
+        if isinstance(cause, EngineDiedError) or self.state == "dead":
+            with suppress(Exception):  # should it live after all, it must not stay paused
+                self.engine.resume()
+            return
+        for wait in _RESUME_AGAIN:
+            try:
+                self.engine.resume()
+                return
+            except (EngineDiedError, DeadlineError):
+                break
+            except Exception as error:
+                log.warning("engine %s was not resumed: %s", self.name, words_of(error))
+                time.sleep(wait)
+        try:
+            self.engine.resume()
+        except BaseException as error:
+            self._let_go()
+            words = f"its requests could not be resumed: {words_of(error)}"
+            self._disown(cause or error, words)
+            if cause is None or not isinstance(error, Exception):
+                raise
+
+    def _disown(self, cause: BaseException, why: str) -> None:
+        """Have the engine itself say that it holds nothing, and the error say why."""
+        log.error("engine %s is unusable until the next full update: %s", self.name, why)
+        if self.state != "dead":
+            try:
+                self.engine.label(None)
+            except Exception as error:
+                log.warning("engine %s keeps its label: %s", self.name, words_of(error))
+        cause.__notes__ = [*getattr(cause, "__notes__", ()), why]  # add_note() of Python 3.11
+
+
+def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
+    engine.apply(update, deadline)
+    invalid = engine.unrestored()
+    if invalid:
+        raise EngineError(
+            f"tensors that the engine lost in sleep were not restored: {', '.join(invalid)}"
+        )
+    engine.flush(deadline)
+    engine.label(update.version)
+
+
+def words_of(error: Any) -> str:
+    """An error's own words, and what was noted of it on the way."""
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"[:4000]
