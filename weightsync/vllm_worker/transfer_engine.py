@@ -75,6 +75,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker: Any = None
         self._reader: tuple[int, int] | None = None
         self._last = True
+        self._paused = False
 
     # ---------------------------------------------------------------- what our driver asks
 
@@ -91,15 +92,18 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ``verify``  compare what the ``target`` holds with what was staged; changes nothing
         ``abandon`` undo the session: it failed here, or on another worker
         ``release`` give the lease back and forget the error
+        ``pausing`` the driver is about to pause the engine
+        ``resumed`` the driver has resumed it
         ``status``  only answer
         ==========  ============================================================================
 
         A step after one that failed does nothing.
 
         Returns:
-            JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``asleep``: the tags of
-            memory that sleep took away; ``invalid``: names of tensors that it did not bring back;
-            and what ``verify`` found.
+            JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``paused``: a driver of
+            ours paused the engine and has not resumed it; ``asleep``: the tags of memory that
+            sleep took away; ``invalid``: names of tensors that it did not bring back; and what
+            ``verify`` found.
         """
         self._worker = worker
         more: dict[str, Any] = {}
@@ -112,6 +116,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "staging": self._staging is not None and self._staging.is_alive(),
                 "staged": self._staged,
                 "held": self._held,
+                "paused": self._paused,
                 "asleep": [],
                 "invalid": [],
             }
@@ -143,6 +148,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif op == "release":
             self._release()
             self._error = None
+        elif op in ("pausing", "resumed"):
+            self._paused = op == "pausing"
         elif op == "status" or self._error is not None:
             pass
         elif op == "check":

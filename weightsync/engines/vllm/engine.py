@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -104,8 +105,11 @@ class VLLMEngine(Engine):
     # ---------------------------------------------------------------- while requests run
 
     def stage(self, update: Update, deadline: Deadline) -> None:
-        # An engine that its user paused or put to sleep is left so.
-        self._was_paused = self.client.is_paused(deadline)
+        # An engine that its user paused or put to sleep is left so, but not one that a driver of
+        # ours paused and did not live to resume.
+        self._was_paused = self.client.is_paused(deadline) and not any(
+            answer.get("paused") for answer in self._ask({"op": "status"}, deadline, check=False)
+        )
         answers = self._lease(update, deadline)
         self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
         # Between two steps of the model, and before anything is paused or touched. The memory of
@@ -144,6 +148,7 @@ class VLLMEngine(Engine):
 
     def pause(self, deadline: Deadline) -> None:
         if not self._was_paused:
+            self._ask({"op": "pausing"}, deadline)
             self.client.pause(self._mode, deadline)
         if "weights" in self._asleep:
             self.client.wake(["weights"], deadline)
@@ -205,7 +210,21 @@ class VLLMEngine(Engine):
             self.client.wake([tag for tag in self._asleep if tag != "weights"], deadline)
             self._was_paused = False
         if not self._was_paused:
-            self.client.resume(deadline)
+            self._insist_on_resuming(deadline)
+            with contextlib.suppress(Exception):  # the engine itself runs
+                self._ask({"op": "resumed"}, deadline, check=False)
+
+    def _insist_on_resuming(self, deadline: Deadline) -> None:
+        """An engine that stays paused is worse than one that fails."""
+        while True:
+            try:
+                return self.client.resume(deadline)
+            except EngineDiedError:
+                raise
+            except EngineError:  # data-parallel ranks may still be on their way into the pause
+                if deadline.expired:
+                    raise
+                time.sleep(min(0.1, deadline.remaining))
 
     # ---------------------------------------------------------------- at other times
 
