@@ -23,10 +23,15 @@ from weightsync.version import Version
 log = logging.getLogger("weightsync")
 
 LATE = 15.0
-"""Seconds after a deadline that an engine of several has to come back, if there is so much time."""
+"""Seconds after its deadline that an engine of several has to come back, at most."""
 
 _RESUME_AGAIN = (0.1, 0.5)
 """Seconds before ``resume`` is tried again: an engine that stays paused answers nobody."""
+
+
+def patience(deadline: Deadline) -> float:
+    """Seconds that those who keep a deadline themselves have to say that it is over."""
+    return min(LATE, deadline.seconds / 4)
 
 
 class Gate:
@@ -99,8 +104,8 @@ class Way:
         left = self.deadline.remaining
         if self._alone:
             return self.deadline, self.deadline
-        half = left / 2
-        return self.deadline.at_most(half), self.deadline.at_most(half + min(LATE, half / 2))
+        half = self.deadline.at_most(left / 2)
+        return half, self.deadline.at_most(left / 2 + patience(half))
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from weightsync.attempt import LATE, Attempt, Way, words_of
+from weightsync.attempt import Attempt, Way, patience, words_of
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError, EngineUnusableError
@@ -422,6 +422,6 @@ def _together(
     for name, job in jobs.items():
         threads[name] = threading.Thread(target=job, name=f"weightsync {name}", daemon=True)
         threads[name].start()
-    until = Deadline(deadline.remaining + LATE)
+    until = Deadline(deadline.remaining + patience(deadline))
     for thread in threads.values():
         thread.join(min(until.remaining, threading.TIMEOUT_MAX))

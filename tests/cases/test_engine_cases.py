@@ -8,6 +8,7 @@ from torch import nn
 
 import weightsync as ws
 from tests.conftest import assert_same
+from weightsync.deadline import Deadline
 from weightsync.testing import FakeEngine, flip_bit
 
 SHAPES = {
@@ -178,7 +179,7 @@ def test_k1_no_answer_comes_out_of_a_cache_of_old_weights(ends):
     engine.calls.clear()
     sender.update_weights(weights(2), version=2)
     new = engine.generate([1, 2, 3])
-    engine.flush(None)
+    engine.flush(Deadline(0))
     assert new == engine.generate([1, 2, 3]) != old
     steps = engine.calls
     assert steps.index("load") < steps.index("flush") < steps.index("label")

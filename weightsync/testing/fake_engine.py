@@ -7,7 +7,10 @@ there to inject faults, never instead of a run on a real engine.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -15,13 +18,26 @@ import xxhash
 
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
-from weightsync.errors import EngineError, MismatchError
+from weightsync.errors import EngineDiedError, EngineError, MismatchError
 from weightsync.manifest import Manifest
 from weightsync.version import Version
 
 Step = Literal[
     "connect", "stage", "pause", "start", "load", "finish", "flush", "label", "resume", "check"
 ]
+
+
+@dataclass
+class FakeRequest:
+    """A request in flight. ``versions``: what the engine said it held, for each token so far."""
+
+    prompt: tuple[int, ...]
+    versions: list[Version | None] = field(default_factory=list)
+    aborted: bool = False
+
+    def spans(self) -> list[tuple[Version | None, int]]:
+        """Versions in order, and how many tokens are of each."""
+        return [(version, len(list(tokens))) for version, tokens in groupby(self.versions)]
 
 
 class FakeEngine(Engine):
@@ -39,7 +55,10 @@ class FakeEngine(Engine):
 
     Attributes:
         calls: the steps taken, in order.
-        fail: step -> the exception it raises, once; or a list of them, one each time.
+        fail: step -> the exception it raises, once; or a list of them, one each time. After an
+            ``EngineDiedError`` every step raises one, until ``restart``.
+        stuck: step -> what it waits for before it is taken.
+        unconfirmed: how often ``flush`` does not do it before it does.
         running, aborted: numbers of requests.
         version_label: what the engine says it holds.
     """
@@ -75,6 +94,10 @@ class FakeEngine(Engine):
         self.buffers = dict(buffers or {})
         self.calls: list[str] = []
         self.fail: dict[Step, BaseException | list[BaseException]] = {}
+        self.stuck: dict[Step, threading.Event] = {}
+        self.unconfirmed = 0
+        self.dead = False
+        self.requests: list[FakeRequest] = []
         self.running = 0
         self.aborted = 0
         self.paused = False
@@ -91,14 +114,39 @@ class FakeEngine(Engine):
         """A text that depends on all weights and buffers, and on what the cache holds.
 
         Raises:
-            EngineError: paused, or asleep.
+            EngineError: paused, asleep or dead.
         """
+        self._require_alive()
         if self.paused or self._lost:
             raise EngineError("the engine is paused or has no weights")
         key = tuple(prompt)
         if key not in self._cache:
             self._cache[key] = self._digest()
         return f"{self._cache[key]}:{','.join(map(str, key))}"
+
+    def begin(self, prompt: Sequence[int]) -> FakeRequest:
+        """A request that goes on with ``advance``."""
+        self.requests.append(FakeRequest(tuple(prompt)))
+        return self.requests[-1]
+
+    def advance(self, tokens: int) -> None:
+        """Every request gets so many tokens, unless the engine is paused."""
+        self._require_alive()
+        for request in () if self.paused else self.requests:
+            request.versions += [self.version_label] * tokens
+
+    def restart(self) -> None:
+        """A new process, with nothing of what the former one held."""
+        for tensor in self.parameters.values():
+            tensor.zero_()
+        self._cache.clear()
+        self.requests.clear()
+        self.dead = self.paused = self._lost = False
+        self.version_label = None
+
+    def _require_alive(self) -> None:
+        if self.dead:
+            raise EngineDiedError("the fake engine is dead")
 
     def _digest(self) -> str:
         state = xxhash.xxh3_64()
@@ -173,6 +221,9 @@ class FakeEngine(Engine):
         if self._mode == "abort":
             self.aborted += self.running
             self.running = 0
+            for request in self.requests:
+                request.aborted = True
+            self.requests.clear()
 
     def apply(self, update: Update, deadline: Deadline) -> None:
         self._step("start")
@@ -198,7 +249,15 @@ class FakeEngine(Engine):
 
     def flush(self, deadline: Deadline) -> None:
         self._step("flush")
+        if deadline.wait(lambda: self._try_to_flush() or None) is None:
+            raise EngineError("the fake engine did not confirm that its cache is empty")
+
+    def _try_to_flush(self) -> bool:
+        if self.unconfirmed:
+            self.unconfirmed -= 1
+            return False
         self._cache.clear()
+        return True
 
     def label(self, version: Version | None) -> None:
         self._step("label")
@@ -220,12 +279,16 @@ class FakeEngine(Engine):
 
     def _step(self, step: Step) -> None:
         self.calls.append(step)
+        self._require_alive()
+        if step in self.stuck:
+            self.stuck[step].wait(60.0)
         error = self.fail.pop(step, None)
         if isinstance(error, list):
             error, *rest = error
             if rest:
                 self.fail[step] = rest
         if error is not None:
+            self.dead = isinstance(error, EngineDiedError)
             raise error
 
 
