@@ -58,34 +58,103 @@ def in_session(worker: Any) -> bool:
     return bool(worker._weight_update_active)
 
 
+def models(worker: Any) -> dict[str, nn.Module]:
+    """The worker's ``"model"``, and the ``"draft"`` that speculates for it if it has weights."""
+    runner = worker.model_runner
+    # 0.25 has no method for it.
+    getter = getattr(runner, "get_draft_model", None)
+    draft = getter() if getter else getattr(getattr(runner, "drafter", None), "model", None)
+    unwrap = getattr(draft, "unwrap", None)  # out of what captures CUDA graphs of it
+    draft = unwrap() if unwrap else draft
+    found: dict[str, nn.Module] = {"model": runner.get_model()}
+    return {**found, "draft": draft} if isinstance(draft, nn.Module) else found
+
+
 def begin_session(worker: Any, target: str) -> None:
-    """Start an update of the worker's ``"model"``, or of its speculative ``"draft"``."""
+    """Start an update of the worker's ``"model"``, or of its ``"draft"``.
+
+    Raises:
+        EngineError: there is no draft model with weights of its own.
+    """
     if target == "draft":
-        start = getattr(worker, "start_draft_weight_update", None)
-        if start is None:
-            raise EngineError("this vLLM takes no weights for a draft model")
+        _require_draft(worker)
+    start = getattr(worker, "start_draft_weight_update", None)
+    if target == "draft" and start is not None:
         start()
-    else:
+        return
+    try:
+        if target == "draft":
+            _look_at_draft(worker)
         worker.start_weight_update()
+    except BaseException:
+        _look_back(worker)
+        raise
 
 
 def end_session(worker: Any) -> None:
     """Finish an update of a worker if one is open."""
-    if in_session(worker):
-        worker.finish_weight_update()
+    try:
+        if in_session(worker):
+            worker.finish_weight_update()
+    finally:
+        _look_back(worker)
 
 
 @contextmanager
 def targeting(worker: Any, target: str) -> Iterator[None]:
-    """The worker's transfer engine looks at the ``target`` inside, without a session."""
-    if target != "draft":
-        yield
-        return
-    worker._set_draft_weight_update_target()
+    """The worker's transfer engine looks at the ``target`` inside, without a session.
+
+    Raises:
+        EngineError: there is no draft model with weights of its own.
+    """
     try:
+        if target == "draft":
+            _require_draft(worker)
+            _look_at_draft(worker)
         yield
     finally:
-        worker.weight_transfer_engine.reset_weight_update_target()
+        _look_back(worker)
+
+
+def _require_draft(worker: Any) -> None:
+    if "draft" not in models(worker):
+        raise EngineError(
+            "targets=('draft',): the engine has no draft model with weights of its own; make it "
+            "with a speculative_config that names one"
+        )
+
+
+def _look_at_draft(worker: Any) -> None:
+    look = getattr(worker, "_set_draft_weight_update_target", None)
+    if look is not None:
+        look()
+        return
+    # 0.25 has a draft model, and does not update it; what an update does to a model it does.
+    engine = worker.weight_transfer_engine
+    engine.model = models(worker)["draft"]
+    engine.model_config = worker.vllm_config.speculative_config.draft_model_config
+
+
+def _look_back(worker: Any) -> None:
+    engine = worker.weight_transfer_engine
+    back = getattr(engine, "reset_weight_update_target", None)
+    if back is not None:
+        back()
+    else:
+        engine.model, engine.model_config = models(worker)["model"], worker.vllm_config.model_config
+
+
+def sleeping_tags() -> set[str]:
+    """The kinds of memory of this process that vLLM's sleep has given away."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return set()
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator: Any = CuMemAllocator.instance
+    memory = allocator.pointer_to_data.values() if allocator is not None else ()
+    return {data.tag for data in memory if data.is_asleep and data.tag in ("weights", "kv_cache")}
 
 
 def begin_reload(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from weightsync.manifest import describe
 from weightsync.scheme import scheme_from_url
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
-from weightsync.vllm_worker import answers, compat, verification
+from weightsync.vllm_worker import answers, compat, sleep, verification
 
 
 @dataclass
@@ -75,6 +75,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker: Any = None
         self._reader: tuple[int, int] | None = None
         self._last = True
+        self._target = "model"
         self._paused = False
 
     # ---------------------------------------------------------------- what our driver asks
@@ -102,10 +103,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Returns:
             JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``paused``: a driver of
             ours paused the engine and has not resumed it; ``asleep``: the tags of memory that
-            sleep took away; ``invalid``: names of tensors that it did not bring back; and what
+            sleep took away; ``lost``: the models that deep sleep left without weights until the
+            next full update; ``invalid``: names of other tensors that are lost; and what
             ``verify`` found.
         """
         self._worker = worker
+        watch = sleep.watch(worker)
         more: dict[str, Any] = {}
         self._guard(lambda: more.update(self._obey(json.loads(request)) or {}))
         return json.dumps(
@@ -117,8 +120,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "staged": self._staged,
                 "held": self._held,
                 "paused": self._paused,
-                "asleep": [],
-                "invalid": [],
+                "asleep": sorted(watch.asleep),
+                "lost": sorted(watch.lost),
+                "invalid": sorted(watch.invalid),
             }
         )
 
@@ -127,6 +131,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         op = request["op"]
         if op == "init":
             self._driven, self._error = True, None
+            sleep.watch(self._worker).targets = frozenset(request.get("targets", ("model",)))
             self._reader = int(request["first"]) + self._number, int(request["total"])
             self._connect(str(request["scheme"]))
         elif op == "stage":
@@ -165,14 +170,25 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         elif op == "finish":
             self._last = bool(request["last"])
-            self._worker.finish_weight_update()
+            if not compat.in_session(self._worker):
+                raise EngineError("no update is going on")
+            compat.end_session(self._worker)
+            if self._error is None:
+                sleep.watch(self._worker).loaded(self._target)
         else:
             raise EngineError(f"no such request: {op!r:.80}")
         return None
 
     def _begin(self, target: str) -> None:
         self._end_former_session()
+        self._require_awake()
         compat.begin_session(self._worker, target)
+        self._target = target
+
+    def _require_awake(self) -> None:
+        """Memory that sleep gave away is not there, neither to be read nor to be written."""
+        if "weights" in sleep.watch(self._worker).asleep:
+            raise EngineError("the engine's weights are asleep: wake them first")
 
     def _end_former_session(self) -> None:
         """Its driver died, or vLLM's own methods were used and not to the end."""
@@ -207,6 +223,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._staged != version:
             self._stage(update_info.scheme, version, deadline)
         assert self._snapshot is not None
+        self._held = None  # until all of the update's targets are finished
         # The reload keeps references to these views until it is finished: so does the lease.
         self._load(self._snapshot)
         if torch.accelerator.is_available():
@@ -311,6 +328,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @contextmanager
     def _looking_at(self, target: str) -> Iterator[None]:
         """Between two steps of the model, and without a session."""
+        self._require_awake()
         with (
             compat.targeting(self._worker, target),
             set_current_vllm_config(self.vllm_config),

@@ -106,6 +106,13 @@ class VLLMClient(ABC):
     def logprobs(self, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
         """The engine's log-probability of each token of each prompt but the first."""
 
+    def deep_sleeps(self) -> int | None:
+        """How often this process put the engine to deep sleep, without asking the engine.
+
+        None: others may do so too, and it has to be asked.
+        """
+        return None
+
     def require_alive(self) -> None:
         """
         Raises:

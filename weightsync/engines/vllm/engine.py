@@ -29,6 +29,10 @@ _VERIFY = 600.0
 """Seconds that comparing the weights may take; about what loading them takes."""
 
 
+_LOOK = 1.0
+"""Seconds after which an engine that others may put to sleep is asked again whether it did."""
+
+
 class VLLMEngine(Engine):
     """Drives an engine made with ``WeightTransferConfig(backend="weightsync")``.
 
@@ -63,6 +67,9 @@ class VLLMEngine(Engine):
         self._wake = wake
         self._was_paused = False
         self._asleep: tuple[str, ...] = ()
+        self._deep: int | None = 0
+        self._lost = False
+        self._looked = Deadline(0)
         self._numbered = (0, 0)
 
     @property
@@ -89,9 +96,16 @@ class VLLMEngine(Engine):
             )
         first, total = self._numbered
         self._ask(
-            {"op": "init", "scheme": url, "first": first, "total": total or facts.workers},
+            {
+                "op": "init",
+                "scheme": url,
+                "first": first,
+                "total": total or facts.workers,
+                "targets": self._targets,
+            },
             deadline,
         )
+        self._deep = self.client.deep_sleeps()
 
     def _require_backend(self, facts: Facts) -> None:
         if facts.backend != BACKEND:
@@ -154,8 +168,10 @@ class VLLMEngine(Engine):
             self.client.wake(["weights"], deadline)
 
     def apply(self, update: Update, deadline: Deadline) -> None:
+        deep = self.client.deep_sleeps()
         for target in self._targets:
             self._load(target, update, deadline)
+        self._deep, self._lost = deep, False
 
     def _load(self, target: Target, update: Update, deadline: Deadline) -> None:
         try:
@@ -229,12 +245,19 @@ class VLLMEngine(Engine):
     # ---------------------------------------------------------------- at other times
 
     def lost_weights(self) -> bool:
-        return False
+        deep = self.client.deep_sleeps()
+        if deep is not None:
+            return deep != self._deep
+        if self._looked.expired:  # asked in every poll: not every time over a wire
+            self._looked = Deadline(_LOOK)
+            answers = self._ask({"op": "status"}, Deadline(GRACE), check=False)
+            self._lost = any(answer.get("lost") for answer in answers)
+        return self._lost
 
     def verify(self, update: Update) -> Verification:
         deadline = Deadline(_VERIFY)
-        self._lease(update, deadline)
         try:
+            self._lease(update, deadline)
             found = [
                 answer
                 for target in self._targets

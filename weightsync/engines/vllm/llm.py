@@ -8,6 +8,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import CALL, Facts, Mode, VLLMClient
 from weightsync.engines.vllm.facts import facts_of
+from weightsync.engines.vllm.sleeping import deep_sleeps
 from weightsync.errors import EngineDiedError
 
 
@@ -77,6 +78,9 @@ class LLMClient(VLLMClient):
             ]
             for output in outputs
         ]
+
+    def deep_sleeps(self) -> int | None:
+        return deep_sleeps(self._llm.llm_engine.engine_core)
 
     def require_alive(self) -> None:
         # vLLM notices, but does not tell a call that waits for it.
