@@ -79,6 +79,13 @@ class Engine(ABC):
         """How messages call it, where a receiver has several."""
         return type(self.target).__name__
 
+    def require_thread(self) -> None:
+        """
+        Raises:
+            EngineError: the engine answers in this very thread, so that who calls it from here
+                waits for ever; says what to use instead.
+        """
+
     def workers(self, deadline: Deadline) -> int:
         """How many processes of its own open the snapshots; 0: the receiver's process does.
 

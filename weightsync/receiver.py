@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Self
 
@@ -46,11 +47,21 @@ _AGAIN = 0.02
 """Seconds after which a version that is announced and not there is looked for again."""
 
 
+_SLICE = 0.5
+"""Seconds that a wait of a coroutine goes on after it was cancelled."""
+
+_LOOK = 0.002
+"""Seconds between two looks at a lock that a coroutine must not wait for."""
+
+T = TypeVar("T")
+
+
 class Receiver:
     """Watches for new versions and puts them into an engine, or into several alike.
 
     Updates are applied by ``poll_and_apply``, by iterating, in the background after ``follow``,
-    or by a sender in the same process it was attached to; one at a time in any case.
+    or by a sender in the same process it was attached to; one at a time in any case. In an event
+    loop use the coroutines ``..._async``, ``async for`` and ``async with``.
 
     Of several engines one that fails, dies or does not come back keeps none of the others from a
     new version. ``version``, ``ready``, ``state`` and the sender's report then speak of all that
@@ -103,6 +114,7 @@ class Receiver:
             EngineError: the engine is not set up for weight transfer; says what to change.
             DeadlineError: no live sender showed up.
         """
+        self._require_thread()
         deadline = Deadline(timeout)
         with self._busy:
             try:
@@ -231,6 +243,7 @@ class Receiver:
             holds the last good version, or is unusable, as ``status()`` says.
         """
         self._require_connected()
+        self._require_thread()
         deadline = Deadline(timeout)
         gone: Version | None = None
         while True:
@@ -265,6 +278,7 @@ class Receiver:
             DeadlineError: there is no version yet. Otherwise as ``poll_and_apply``.
         """
         self._require_connected()
+        self._require_thread()
         deadline = Deadline(self._apply_timeout if timeout is None else timeout)
         with self._alone(deadline):
             while True:
@@ -422,7 +436,11 @@ class Receiver:
 
     @contextmanager
     def hold(self) -> Iterator[Version | None]:
-        """No update is applied inside; gives the version that the engine holds."""
+        """No update is applied inside; gives the version that the engine holds.
+
+        In the event loop of an ``AsyncLLM`` use :meth:`hold_async`.
+        """
+        self._require_thread()
         with self._busy:
             yield self.version
 
@@ -431,6 +449,7 @@ class Receiver:
 
         It holds no version until the next update; ``apply_weights()`` makes it current at once.
         """
+        self._require_thread()
         new = self._fleet_of(engine, options or self._options)
         with self._alone(Deadline(self._apply_timeout)) as deadline:
             self._require_not_applying()
@@ -462,11 +481,84 @@ class Receiver:
         Raises:
             EngineUnusableError: it claims none.
         """
+        self._require_thread()
         with self._busy:
             if self._held is None or self.version is None:
                 raise EngineUnusableError(f"receiver {self.id!r} holds no version to compare with")
             self._held.snapshot.verify()
             return self._fleet.verify(self._held)
+
+    # ---------------------------------------------------------------- from an event loop
+
+    # Each runs the synchronous one in a thread. Cancelled, it first waits for what the thread is
+    # doing, so that no engine is left in the middle of an update; cancelled again, it does not.
+
+    async def connect_async(self, timeout: float = 60.0) -> None:
+        """As :meth:`connect`."""
+        await _in_thread(partial(self.connect, timeout))
+
+    async def poll_and_apply_async(self, timeout: float = 0.0) -> SyncReport | None:
+        """As :meth:`poll_and_apply`."""
+        deadline = Deadline(timeout)
+        while True:
+            # In slices: a cancelled wait must neither take long nor apply what comes later.
+            slice_of_it = deadline.at_most(_SLICE).remaining
+            report = await _in_thread(partial(self.poll_and_apply, slice_of_it))
+            if report is not None or deadline.expired:
+                return report
+
+    async def apply_weights_async(
+        self, version: Version | None = None, timeout: float | None = None
+    ) -> SyncReport:
+        """As :meth:`apply_weights`."""
+        return await _in_thread(partial(self.apply_weights, version, timeout))
+
+    async def verify_weights_async(self) -> Verification:
+        """As :meth:`verify_weights`."""
+        return await _in_thread(self.verify_weights)
+
+    async def shutdown_async(self) -> None:
+        """As :meth:`shutdown`."""
+        await _in_thread(self.shutdown)
+
+    @asynccontextmanager
+    async def hold_async(self) -> AsyncIterator[Version | None]:
+        """As :meth:`hold`. Tasks of one event loop hold together.
+
+        Apply no version inside: it would wait for the end of the block.
+        """
+        while not self._busy.acquire(blocking=False):
+            await asyncio.sleep(_LOOK)
+        try:
+            yield self.version
+        finally:
+            self._busy.release()
+
+    async def __aiter__(self) -> AsyncIterator[SyncReport]:
+        """As iterating without ``async``."""
+        while not self._stop.is_set():
+            report = await self.poll_and_apply_async(timeout=_SLICE)
+            if report is not None:
+                yield report
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown_async()
+
+    def _require_thread(self) -> None:
+        """
+        Raises:
+            EngineError: an engine needs this very thread to answer; says what to use instead.
+        """
+        for engine in self.engines.values():
+            engine.require_thread()
 
     # ---------------------------------------------------------------- the end
 
@@ -475,6 +567,8 @@ class Receiver:
 
         Waits for an update that is being applied, for ``apply_timeout`` at most.
         """
+        if self._connected:
+            self._require_thread()
         self._stop.set()
         patience = min(self._apply_timeout, threading.TIMEOUT_MAX)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -524,6 +618,17 @@ def _close_after(readers: list[threading.Thread], snapshot: Snapshot) -> None:
     for reader in readers:
         reader.join()
     snapshot.close()
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    running = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if not running.cancelled() and running.exception() is not None:
+            log.warning("ended with its coroutine: %s", words_of(running.exception()))
+        raise
 
 
 def _new_id() -> str:

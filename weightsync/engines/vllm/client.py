@@ -119,6 +119,12 @@ class VLLMClient(ABC):
             EngineDiedError: it is known to be dead already, without asking it.
         """
 
+    def require_thread(self) -> None:
+        """
+        Raises:
+            EngineError: calls from this very thread would wait for ever; says what to do.
+        """
+
     def close(self) -> None:
         """Give back what this client took. The engine goes on."""
 

@@ -80,6 +80,9 @@ class VLLMEngine(Engine):
     def name(self) -> str:
         return self.client.name
 
+    def require_thread(self) -> None:
+        self.client.require_thread()
+
     def workers(self, deadline: Deadline) -> int:
         return self.client.facts(deadline).workers
 
