@@ -23,7 +23,7 @@ from tests.vllm.conftest import (
     mixtral_config,
     stop,
 )
-from weightsync.engines.vllm.adapter import _Folder
+from weightsync.engines.vllm.adapter_files import Folder, Link, remove_leftovers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -95,7 +95,7 @@ def test_successive_versions_give_the_tokens_of_the_merged_model(llm, base, path
     peft = make_adapter(base, seed=10)
     scheme = ws.DoubleBufferScheme(path)
     engine = ws.VLLMAdapter(llm, name="policy")
-    seen = set()
+    seen, paths = set(), []
     with (
         scheme.create_sender(ws.AdapterSource(peft)) as sender,
         scheme.create_receiver(engine) as receiver,
@@ -115,11 +115,13 @@ def test_successive_versions_give_the_tokens_of_the_merged_model(llm, base, path
                 assert greedy(llm, engine.lora_request, prompts) == right  # from the cache
                 assert greedy(llm, None, prompts) == expected(base, prompts) != right
             seen.add(str(right))
-            assert glob(FOLDERS) == [engine.lora_request.lora_path]
+            paths.append(engine.lora_request.lora_path)
+            assert set(glob(FOLDERS)) == set(paths[-2:])  # the last one may be on its way still
     assert len(seen) == 3
     engine.unload()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,6 +151,7 @@ def other_names(base):
     return make_adapter(model, seed=32, target_modules=["q_proj", "extra"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -174,7 +177,7 @@ def test_what_vllm_refuses_leaves_the_former_version(llm, ends, base, make, word
     with pytest.raises(ws.ReceiverError, match=words):
         sender.update_weights(ws.AdapterSource(make(base)), version=2)
     assert receiver.version.number == 1
-    assert engine.lora_request is request
+    assert engine.lora_request.lora_path == request.lora_path
     assert greedy(llm, request) == right
     assert glob(FOLDERS) == [request.lora_path]
     better = make_adapter(base, seed=39)
@@ -182,6 +185,7 @@ def test_what_vllm_refuses_leaves_the_former_version(llm, ends, base, make, word
     assert greedy(llm, engine.lora_request) == expected(merged(better))
 
 
+@pytest.mark.slow
 def test_a_first_version_that_vllm_refuses_leaves_none(llm, ends, base):
     sender, receiver, engine = ends
     with pytest.raises(ws.ReceiverError, match="must match"):
@@ -196,6 +200,7 @@ def test_a_first_version_that_vllm_refuses_leaves_none(llm, ends, base):
     receiver.require_ready()
 
 
+@pytest.mark.slow
 def test_corrupt_bytes_never_reach_vllm(llm, ends, base, path):
     sender, receiver, engine = ends
     peft = make_adapter(base, seed=50)
@@ -212,7 +217,7 @@ def test_corrupt_bytes_never_reach_vllm(llm, ends, base, path):
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(ws.CorruptError, match="digest"):
         receiver.poll_and_apply()
-    assert engine.lora_request is request
+    assert engine.lora_request.lora_path == request.lora_path
     assert greedy(llm, request) == expected(merged(peft))
 
 
@@ -222,6 +227,7 @@ def test_weights_that_are_no_adapter(llm, ends, base):
         sender.update_weights(base, version=1)
 
 
+@pytest.mark.slow
 def test_a_version_that_cannot_be_labelled_is_rolled_back(llm, ends, base, monkeypatch):
     sender, receiver, engine = ends
     peft = make_adapter(base, seed=60)
@@ -240,6 +246,7 @@ def test_a_version_that_cannot_be_labelled_is_rolled_back(llm, ends, base, monke
     assert glob(FOLDERS) == [engine.lora_request.lora_path]
 
 
+@pytest.mark.slow
 def test_a_request_in_flight_ends_with_the_version_it_was_started_with(llm, ends, base):
     """F3: no answer mixes two versions, and each says whose it is."""
     from vllm import SamplingParams
@@ -264,9 +271,10 @@ def test_a_request_in_flight_ends_with_the_version_it_was_started_with(llm, ends
         assert list(output.outputs[0].token_ids) == expected(merged(peft), PROMPTS[:1], 20)[0]
         assert output.lora_request.lora_name == requests[number].lora_name
     sender.update_weights(ws.AdapterSource(pefts[0]), version=3)
-    assert glob(FOLDERS) == [engine.lora_request.lora_path]
+    assert len(glob(FOLDERS)) == 2
 
 
+@pytest.mark.slow
 def test_several_adapters_take_turns_in_too_few_places(llm, base, path):
     """The one that is not there is read from its files again, when a request asks for it."""
     adapters = {}
@@ -293,9 +301,91 @@ def test_several_adapters_take_turns_in_too_few_places(llm, base, path):
     assert not glob(FOLDERS)
 
 
-def test_base_and_adapter_side_by_side(llm, ends, base, path):
+@pytest.fixture
+def one_name(llm, path):
+    """As ``ends``, but all versions of the adapter have one name."""
+    scheme = ws.DoubleBufferScheme(path)
+    engine = ws.VLLMAdapter(llm, one_name=True)
+    with scheme.create_sender() as sender, scheme.create_receiver(engine) as receiver:
+        sender.connect()
+        sender.attach(receiver)
+        yield sender, receiver, engine
+    engine.unload()
+    assert not glob(FOLDERS)
+
+
+def test_one_name_for_all_versions(llm, one_name, base):
+    """K1: the caches know the adapter by that name, and hold nothing of the old version."""
+    sender, _, engine = one_name
+    requests, seen = [], set()
+    for number in (1, 2, 3):
+        peft = make_adapter(base, seed=110 + number)
+        sender.update_weights(ws.AdapterSource(peft), version=number)
+        requests.append(engine.lora_request)
+        right = expected(merged(peft), LONG)
+        assert greedy(llm, requests[0], LONG) == right  # the same object for ever
+        assert greedy(llm, requests[0], LONG) == right  # from the cache
+        assert greedy(llm, None, LONG) == expected(base, LONG) != right
+        seen.add(str(right))
+    assert len(seen) == 3
+    assert {(r.lora_name, r.lora_int_id, r.lora_path) for r in requests} == {
+        ("policy", requests[0].lora_int_id, requests[0].lora_path)
+    }
+    assert len(glob(FOLDERS)) == 2  # the path that stays, and one version
+
+
+def test_one_name_a_request_in_flight_goes_on_with_the_new_version(llm, one_name, base):
+    """F1: not aborted, and nothing after the switch is computed with the old one's cache."""
+    from vllm import SamplingParams
+
+    sender, _, engine = one_name
+    first, second = make_adapter(base, seed=120), make_adapter(base, seed=121)
+    sender.update_weights(ws.AdapterSource(first), version=1)
+    parameters = SamplingParams(temperature=0, max_tokens=50, detokenize=False, ignore_eos=True)
+    prompt = {"prompt_token_ids": LONG[0]}
+    llm.llm_engine.add_request("1", prompt, parameters, lora_request=engine.lora_request)
+    while not any(out.outputs[0].token_ids for out in llm.llm_engine.step()):
+        pass
+    llm.sleep(level=0, mode="keep")  # else it may end before the update comes
+    sender.update_weights(ws.AdapterSource(second), version=2)
+    llm.wake_up(tags=["scheduling"])  # an engine that its user paused stayed so
+    done = []
+    while llm.llm_engine.has_unfinished_requests():
+        done += [out for out in llm.llm_engine.step() if out.finished]
+    tokens = list(done[0].outputs[0].token_ids)
+    old = expected(merged(first), LONG, 50)[0]
+    assert tokens[0] == old[0]
+    switch = next(n for n in range(50) if tokens[n] != old[n])
+    assert expected(merged(second), [LONG[0] + old[:switch]], 50 - switch)[0] == tokens[switch:]
+
+
+def test_one_name_what_vllm_refuses_leaves_the_former_version(llm, one_name, base):
+    sender, receiver, engine = one_name
+    with pytest.raises(ws.ReceiverError, match="must match"):
+        sender.update_weights(ws.AdapterSource(other_shape(base)), version=1)
+    with pytest.raises(ws.EngineUnusableError, match="adapter 'policy' holds no version"):
+        _ = engine.lora_request
+    peft = make_adapter(base, seed=130)
+    right = expected(merged(peft), LONG)
+    sender.update_weights(ws.AdapterSource(peft), version=2)
+    assert greedy(llm, engine.lora_request, LONG) == right
+    for number, (make, words) in enumerate(
+        [(other_shape, "must match"), (other_names, "received")], start=3
+    ):
+        with pytest.raises(ws.ReceiverError, match=words):
+            sender.update_weights(ws.AdapterSource(make(base)), version=number)
+        assert receiver.status().state == "rolled back"
+        assert greedy(llm, engine.lora_request, LONG) == right
+    better = make_adapter(base, seed=131)
+    sender.update_weights(ws.AdapterSource(better), version=5)
+    assert greedy(llm, engine.lora_request, LONG) == expected(merged(better), LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["ends", "one_name"])
+def test_base_and_adapter_side_by_side(llm, names, base, path, request):
     """Two schemes on one LLM; a base update empties vLLM's cache of adapters."""
-    sender, _, engine = ends
+    sender, _, engine = request.getfixturevalue(names)
     peft = make_adapter(base, seed=100)
     sender.update_weights(ws.AdapterSource(peft), version=1)
     scheme = ws.DoubleBufferScheme(path + "-base")
@@ -311,6 +401,7 @@ def test_base_and_adapter_side_by_side(llm, ends, base, path):
                 assert greedy(llm, None, prompts) == expected(new, prompts)
 
 
+@pytest.mark.slow
 def test_experts_that_vllm_would_leave_aside_are_refused(path, tmp_path):
     """It reports success for them. No tokens: on the CPU it has no LoRA for experts."""
     config = mixtral_config()
@@ -337,8 +428,8 @@ def test_experts_that_vllm_would_leave_aside_are_refused(path, tmp_path):
 # ---------------------------------------------------------------- without an engine
 
 
-def fake(workers=1, **settings):
-    parallel = SimpleNamespace(world_size=workers)
+def fake(**settings):
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
     config = SimpleNamespace(parallel_config=parallel, **settings)
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
 
@@ -347,9 +438,9 @@ def fake(workers=1, **settings):
     ("llm", "words"),
     [
         (fake(lora_config=None), r"enable_lora=True, max_lora_rank="),
-        (fake(lora_config=object(), workers=2), "one worker only"),
+        (fake(lora_config=object()), r"WeightTransferConfig\(backend='weightsync'\)"),
     ],
-    ids=["no LoRA", "two workers"],
+    ids=["no LoRA", "no backend"],
 )
 def test_an_engine_that_is_not_set_up_for_it(llm, words, path):
     receiver = ws.DoubleBufferScheme(path).create_receiver(ws.VLLMAdapter(llm))
@@ -361,9 +452,36 @@ class Owner:
     pass
 
 
+def test_a_link_leads_to_one_version_after_the_other():
+    owner = Owner()
+    link, *folders = Link(owner), Folder(0, owner), Folder(0, owner)
+    for folder in folders:
+        link.lead_to(folder)
+        assert os.path.realpath(link.path) == folder.path
+    del owner
+    gc.collect()
+    assert not os.path.lexists(link.path)
+    assert not os.path.lexists(link.directory)
+
+
+def test_what_a_worker_still_reads_outlives_its_driver():
+    """A server goes on without us, and dies of a file that is not there."""
+    from weightsync.vllm_worker import adapters
+
+    owner = Owner()
+    folder = Folder(0, owner, stays=True)
+    adapters._held[7] = [adapters._hold(folder.path)]
+    folder.remove()
+    remove_leftovers()
+    assert os.path.isdir(folder.path)
+    adapters._let_go(7)
+    remove_leftovers()
+    assert not os.path.exists(folder.path)
+
+
 def test_files_are_private_and_go_with_their_owner():
     owner = Owner()
-    folder = _Folder(1000, owner)
+    folder = Folder(1000, owner)
     assert os.stat(folder.path).st_mode & 0o777 == 0o700
     if os.fork() == 0:  # a child that ends removes nothing
         folder.remove()
@@ -378,7 +496,7 @@ def test_files_are_private_and_go_with_their_owner():
 def test_too_little_room_is_said_before_the_first_byte():
     before = glob(FOLDERS)
     with pytest.raises(ws.NoRoomError, match="an adapter needs 1,125,899,906,842,624 bytes"):
-        _Folder(1 << 50, Owner())
+        Folder(1 << 50, Owner())
     assert glob(FOLDERS) == before
 
 
@@ -386,8 +504,8 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else():
     """G1."""
     code = (
         "import os\n"
-        "from weightsync.engines.vllm.adapter import _Folder\n"
-        "folder = _Folder(0, os)\n"
+        "from weightsync.engines.vllm.adapter_files import Folder\n"
+        "folder = Folder(0, os)\n"
         "print(folder.path, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -395,12 +513,12 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else():
     assert child.returncode == -signal.SIGKILL, child.stderr
     left = child.stdout.strip()
     owner = Owner()
-    live = _Folder(0, owner)
+    live = Folder(0, owner)
     foreign = live.path + "-foreign"
     os.mkdir(foreign)
     assert os.path.isdir(left)
     try:
-        _Folder.remove_leftovers()
+        remove_leftovers()
         assert not os.path.exists(left)
         assert os.path.isdir(live.path)
         assert os.path.isdir(foreign)

@@ -33,7 +33,7 @@ from weightsync.manifest import describe
 from weightsync.scheme import scheme_from_url
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
-from weightsync.vllm_worker import answers, compat, sleep, verification
+from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
 
 
 @dataclass
@@ -425,7 +425,7 @@ def _call(worker: Any, request: str) -> str:
     engine = worker.weight_transfer_engine
     if not isinstance(engine, WeightSyncTransferEngine):
         return json.dumps({"error": "the worker has no weightsync engine", "staging": False})
-    answer = engine.call(request, worker)
+    answer = adapters.answer(request, worker, engine._number) or engine.call(request, worker)
     answers.send(request, answer)
     return answer
 

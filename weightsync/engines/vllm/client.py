@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from weightsync.deadline import Deadline, call_with_deadline
+from weightsync.errors import EngineError
 
 BACKEND = "weightsync"
 """The name under which vLLM knows the plug-in."""
@@ -56,6 +57,9 @@ class VLLMClient(ABC):
 
     name: str
     """How messages call the engine."""
+
+    ends_with_us: bool = False
+    """Whether the engine ends when this process does."""
 
     @property
     @abstractmethod
@@ -112,6 +116,64 @@ class VLLMClient(ABC):
         None: others may do so too, and it has to be asked.
         """
         return None
+
+    # ---------------------------------------------------------------- adapters
+
+    serves_adapters: bool = False
+    """Whether requests name an adapter, and the engine's front end knows where it lies."""
+
+    asks_for_one_name: bool = False
+    """Whether all versions of an adapter need one name, as it is not told who uses which."""
+
+    def adapters_in_use(self, deadline: Deadline) -> set[str] | None:
+        """Names of the adapters that unfinished requests were started with; None: not told."""
+        return None
+
+    def serve_adapter(self, name: str, path: str, stacked: bool, deadline: Deadline) -> None:
+        """Have requests find it by its name, in the place of one that has the name already."""
+
+    def unserve_adapter(self, name: str, deadline: Deadline) -> None:
+        """Have requests no longer find it. Those that run go on."""
+
+    # ---------------------------------------------------------------- in all forms
+
+    def require_backend(self, facts: Facts) -> None:
+        """
+        Raises:
+            EngineError: the engine was made without our backend.
+        """
+        if facts.backend != BACKEND:
+            made = f"with backend={facts.backend!r}" if facts.backend else "without one"
+            raise EngineError(
+                f"the {self.name} takes no weights: it was made with "
+                f"weight_transfer_config {made}; make it with "
+                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+            )
+
+    def require_progress(self, facts: Facts) -> None:
+        """
+        Raises:
+            EngineError: requests do not go on by themselves, so that none can be waited for.
+        """
+        if facts.in_process:
+            raise EngineError(
+                "mode='wait' needs an engine that goes on by itself: this LLM's shares its "
+                "process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use 'keep' or 'abort'"
+            )
+
+    def flush(self, deadline: Deadline) -> None:
+        """Drop whatever was computed with the weights until now.
+
+        Raises:
+            EngineError: vLLM did not confirm it.
+        """
+        # Running requests were kept with their old cache blocks: they are preempted, so that
+        # theirs is computed anew too; without it vLLM refuses while any block is in use.
+        if deadline.wait(lambda: self.reset_prefix_cache(deadline) or None) is None:
+            raise EngineError("vLLM did not confirm that its prefix cache is empty")
+        # Outputs of vision and audio encoders are computed with weights, too. What vLLM calls its
+        # multimodal cache holds processed inputs, and is left alone.
+        self.reset_encoder_cache(deadline)
 
     def require_alive(self) -> None:
         """

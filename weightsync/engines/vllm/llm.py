@@ -7,7 +7,7 @@ from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import CALL, Facts, Mode, VLLMClient
-from weightsync.engines.vllm.facts import facts_of
+from weightsync.engines.vllm.facts import adapters_of, facts_of
 from weightsync.engines.vllm.sleeping import deep_sleeps
 from weightsync.errors import EngineDiedError
 
@@ -16,6 +16,7 @@ class LLMClient(VLLMClient):
     """Calls a ``vllm.LLM``: from one thread at a time, which is the caller's to see to."""
 
     name = "LLM"
+    ends_with_us = True
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -78,6 +79,9 @@ class LLMClient(VLLMClient):
             ]
             for output in outputs
         ]
+
+    def adapters_in_use(self, deadline: Deadline) -> set[str] | None:
+        return adapters_of(self._llm.llm_engine)
 
     def deep_sleeps(self) -> int | None:
         return deep_sleeps(self._llm.llm_engine.engine_core)
