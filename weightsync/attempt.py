@@ -126,10 +126,27 @@ class Attempt:
     error: BaseException | None = None
     pause: float = 0.0
     total: float = 0.0
+    _reads: Update | None = None
+    _given_up: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def give_up(self) -> Update | None:
+        """Wait no more for it. Returns the version that it may still read, and no other from now on."""
+        with self._lock:
+            self._given_up = True
+            return self._reads
+
+    def _load(self, update: Update, deadline: Deadline) -> None:
+        with self._lock:
+            if self._given_up and update is not self._reads:
+                raise DeadlineError("it is too late for that")
+            self._reads = update
+        _load_whole(self.engine, update, deadline)
 
     def run(self, way: Way) -> None:
         """Take the engine through an update. What goes wrong is in ``error``."""
         began = time.perf_counter()
+        self._reads = way.update
         try:
             self._update(way)
         except BaseException as error:
@@ -167,7 +184,7 @@ class Attempt:
         self.engine.pause(told)
         way.paused.enter(self.name, until)
         try:
-            _load_whole(self.engine, way.update, way.deadline)
+            self._load(way.update, way.deadline)
         except BaseException as error:
             self._recover(way, error)
             raise
@@ -186,7 +203,7 @@ class Attempt:
         interrupt: BaseException | None = None
         if way.former is not None:
             try:
-                _load_whole(self.engine, way.former, Deadline(way.apply_timeout))
+                self._load(way.former, Deadline(way.apply_timeout))
                 self.held, self.state = way.former.version, "rolled back"
                 return
             except EngineDiedError as error:
@@ -205,33 +222,38 @@ class Attempt:
             with suppress(Exception):  # should it live after all, it must not stay paused
                 self.engine.resume()
             return
-        for wait in _RESUME_AGAIN:
+        error = self._try_to_resume()
+        if error is None:
+            return
+        self._let_go("dead" if isinstance(error, EngineDiedError) else "unusable")
+        self._disown(cause or error, f"its requests could not be resumed: {words_of(error)}")
+        if cause is None or not isinstance(error, Exception):
+            raise error
+
+    def _try_to_resume(self) -> BaseException | None:
+        for wait in (*_RESUME_AGAIN, None):
             try:
                 self.engine.resume()
-                return
-            except (EngineDiedError, DeadlineError):
-                break
-            except Exception as error:
+                return None
+            except (EngineDiedError, DeadlineError) as error:
+                return error
+            except BaseException as error:
+                if wait is None or not isinstance(error, Exception):
+                    return error
                 log.warning("engine %s was not resumed: %s", self.name, words_of(error))
                 time.sleep(wait)
-        try:
-            self.engine.resume()
-        except BaseException as error:
-            self._let_go()
-            words = f"its requests could not be resumed: {words_of(error)}"
-            self._disown(cause or error, words)
-            if cause is None or not isinstance(error, Exception):
-                raise
+        return None
 
     def _disown(self, cause: BaseException, why: str) -> None:
         """Have the engine itself say that it holds nothing, and the error say why."""
-        log.error("engine %s is unusable until the next full update: %s", self.name, why)
         if self.state != "dead":
+            log.error("engine %s is unusable until the next full update: %s", self.name, why)
             try:
                 self.engine.label(None)
             except Exception as error:
                 log.warning("engine %s keeps its label: %s", self.name, words_of(error))
-        cause.__notes__ = [*getattr(cause, "__notes__", ()), why]  # add_note() of Python 3.11
+        if why not in words_of(cause):
+            cause.__notes__ = [*getattr(cause, "__notes__", ()), why]  # add_note() of Python 3.11
 
 
 def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:

@@ -30,12 +30,12 @@ REVIVAL = 3.0
 
 @dataclass
 class _Late:
-    """A step that an engine has not come back from, and the versions that it may still read."""
+    """A step that an engine has not come back from, and what it may still read."""
 
     thread: threading.Thread
     attempt: Attempt
     version: Version
-    reads: tuple[Update | None, ...]
+    reads: Update | None
 
 
 @dataclass
@@ -263,7 +263,7 @@ class Fleet:
     def readers_of(self, update: Update) -> list[threading.Thread]:
         """Steps that were given up, and may still read a version. Its lease lasts as long."""
         late = [member.late for member in self.members if member.late is not None]
-        return [each.thread for each in late if any(update is read for read in each.reads)]
+        return [each.thread for each in late if each.reads is update]
 
     # ---------------------------------------------------------------- an update
 
@@ -290,12 +290,7 @@ class Fleet:
             jobs = {name: partial(attempts[name].run, way) for name in free}
             _together(jobs, deadline, threads)
         finally:
-            said = {
-                name: self._conclude(attempt, way, threads.get(name))
-                if name in free
-                else attempt.error
-                for name, attempt in attempts.items()
-            }
+            said = {name: self._conclude(each, way, threads) for name, each in attempts.items()}
             self._note_seconds(members)
         errors = {name: error for name, error in said.items() if error is not None}
         self._raise(errors, len(members), update.version, was_dead)
@@ -314,15 +309,19 @@ class Fleet:
         return attempt
 
     def _conclude(
-        self, attempt: Attempt, way: Way, thread: threading.Thread | None
+        self, attempt: Attempt, way: Way, threads: Mapping[str, threading.Thread]
     ) -> BaseException | None:
         """Note where an engine stands now. Returns what went wrong."""
         member, version = self.member(attempt.name), way.update.version
-        if thread is not None and thread.is_alive():
+        thread = threads.get(attempt.name)
+        if member.late is not None:
+            member.attempted = version
+        elif thread is not None and thread.is_alive():
             error = DeadlineError(f"it did not come back within {way.deadline.seconds:.1f} s")
-            member.leave(_Late(thread, attempt, version, (way.update, way.former)), error)
+            member.leave(_Late(thread, attempt, version, attempt.give_up()), error)
             return error
-        member.take(attempt, version)
+        else:
+            member.take(attempt, version)
         return attempt.error
 
     def _note_seconds(self, members: Sequence[Member]) -> None:

@@ -1,0 +1,48 @@
+"""Fake engines of one shape, and what is sent to them."""
+
+import torch
+
+from tests.conftest import assert_same
+from weightsync.testing import FakeEngine
+
+SHAPES = {
+    "embed": (10, 8),
+    "q_proj": (16, 8),  # 4 heads of 4
+    "k_proj": (8, 8),  # 2 heads of 4
+    "v_proj": (8, 8),
+    "gate_proj": (12, 8),
+    "up_proj": (12, 8),
+    "norm": (8,),
+}
+FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+
+
+def fake(**options):
+    return FakeEngine(SHAPES, FUSED, **options)
+
+
+def weights(seed, order=tuple(SHAPES)):
+    generator = torch.Generator().manual_seed(seed)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: made[name] for name in order}
+
+
+def holds(engine, sent):
+    """Whether an engine has exactly what was sent."""
+    try:
+        assert_holds(engine, sent)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_holds(engine, sent):
+    for name, tensor in sent.items():
+        assert_same(engine.part(name), tensor)
+
+
+def attached(ends, engine, **options):
+    sender = ends.sender(scheme=ends.scheme(slots=3))
+    receiver = ends.receiver(engine, scheme=ends.scheme(slots=3), **options)
+    sender.attach(receiver)
+    return sender, receiver
