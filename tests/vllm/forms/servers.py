@@ -1,0 +1,116 @@
+"""vLLM's OpenAI server for tests: a process of its own, its workers with it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import psutil
+
+import weightsync as ws
+
+TOKEN = "only-for-tests"
+
+START = 240.0
+"""Seconds that a server has to start, on a machine that does other things as well."""
+
+
+class Server:
+    """Started with the flags of vLLM's command line; ``flags`` like ``data_parallel_size=2``."""
+
+    def __init__(self, folder, log, environment=None, **flags):
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.target = ws.VLLMServer(self.url, TOKEN)
+        self._log = log
+        self._process = None
+        self._command = [
+            sys.executable,
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(folder), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"),
+            *("--max-model-len", "256", "--block-size", "32", "--dtype", "float32"),
+            *("--weight-transfer-config", '{"backend": "weightsync"}', "--api-key", TOKEN),
+        ]
+        for name, value in flags.items():
+            self._command.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                self._command.append(str(value))
+        self._environment = {
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+            **(environment or {}),
+        }
+
+    def start(self):
+        """Returns before it listens: a receiver waits for that."""
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a session, so that nothing of it is left
+            )
+
+    def wait(self):
+        """Until it answers."""
+        until = time.monotonic() + START
+        while time.monotonic() < until:
+            assert self._process.poll() is None, self.log()
+            try:
+                return self.target.weight_label(timeout=5.0)
+            except ws.WeightSyncError:
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not start: {self.log()}")
+
+    def log(self):
+        with open(self._log, errors="replace") as log:
+            return log.read()[-5000:]
+
+    def processes(self):
+        """Of the server, its engines and its workers."""
+        parent = psutil.Process(self._process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kill(self):
+        """All of it at once, as a machine that is gone."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+    def stop(self):
+        self.target.close()
+        if self._process is None:
+            return
+        left = self.processes() if self._process.poll() is None else []
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(30)
+
+
+@contextmanager
+def serving(config, folder, **flags):
+    """A server of a model with random weights, which answers."""
+    config.save_pretrained(folder)
+    server = Server(folder, os.path.join(str(folder), "server.log"), **flags)
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
