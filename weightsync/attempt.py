@@ -131,7 +131,7 @@ class Attempt:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def give_up(self) -> Update | None:
-        """Wait no more for it. Returns the version that it may still read, and no other from now on."""
+        """Wait no more for it. Returns the one version that it may read from now on."""
         with self._lock:
             self._given_up = True
             return self._reads
