@@ -9,12 +9,14 @@ import json
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 
 import weightsync as ws
 from tests.vllm.conftest import PROMPTS, expected, llama_config, make_model
+from weightsync.deadline import Deadline
 
 LONG = 60
 """Tokens of a request that is still running when the engine is paused right after its first one."""
@@ -82,7 +84,7 @@ class Form(ABC):
     """
 
     target = None
-    options = {}
+    options = MappingProxyType({})
     config = llama_config()
     dtype = torch.float32
     modes = ("keep", "wait", "abort")
@@ -102,9 +104,9 @@ class Form(ABC):
     def start(self, prompt, count=LONG):
         """A greedy request, as a :class:`Running`."""
 
+    @abstractmethod
     def label(self):
         """What the engine says it holds; None where it cannot be asked."""
-        return None
 
 
 # ---------------------------------------------------------------- watching and breaking an update
@@ -186,15 +188,11 @@ class Run:
         self.sender.connect()
         self.receiver = None
         self._number = 0
-        self._made = []
 
     def receive(self, **options):
-        """A new receiver; a former one is left as it is."""
-        if self.receiver is not None:
-            self.sender.detach(self.receiver)
+        """A new receiver, of the engine as it was left."""
         options = {**self.form.options, **options}
         self.receiver = self.scheme.create_receiver(self.form.target, **options)
-        self._made.append(self.receiver)
         self.receiver.connect(timeout=WAIT)
         self.sender.attach(self.receiver)
         return self.receiver
@@ -207,9 +205,14 @@ class Run:
         self._number += 1
         return self.sender.update_weights(weights, version=self._number)
 
+    def stop_receiving(self):
+        self.sender.detach(self.receiver)
+        self.receiver.shutdown()
+        self.receiver = None
+
     def close(self):
-        for receiver in reversed(self._made):
-            receiver.shutdown()
+        if self.receiver is not None:
+            self.receiver.shutdown()
         self.sender.shutdown()
 
 
@@ -398,7 +401,29 @@ class EngineSuite:
         run.send(last)
         assert self.is_right(form, last)
 
-    def test_an_engine_that_was_not_resumed_is_resumed_by_the_next_update(self, form, run):
+    @pytest.fixture
+    def impatient(self, monkeypatch):
+        """What an engine does not do at once is given up after a second."""
+        monkeypatch.setattr("weightsync.engines.vllm.engine.GRACE", 1.0)
+
+    def test_an_engine_that_does_not_resume_at_once_is_asked_again(self, form, run):
+        run.receive()
+        model = form.model(75)
+        with stepped(run.client, before=at("resume", broken, times=2)):
+            run.send(model)
+        assert self.is_right(form, model)
+
+    def test_an_engine_that_its_user_paused_stays_paused(self, form, run):
+        run.receive()
+        run.send(form.model(76))
+        run.client.pause("keep", Deadline(WAIT))
+        model = form.model(77)
+        run.send(model)
+        assert run.client.is_paused(Deadline(WAIT))
+        run.client.resume(Deadline(WAIT))
+        assert self.is_right(form, model)
+
+    def test_one_that_was_not_resumed_is_resumed_by_the_next_update(self, form, run, impatient):
         run.receive()
         run.send(form.model(81))
         with (
@@ -413,14 +438,15 @@ class EngineSuite:
         assert self.is_right(form, last)
 
     @pytest.mark.parametrize("step", STEPS)
-    def test_what_a_dead_driver_left_open_is_mended_by_the_next_update(self, form, run, step):
+    def test_what_a_dead_driver_left_open_is_mended_by_the_next_update(
+        self, form, run, impatient, step
+    ):
         run.receive()
         run.send(form.model(91))
-        with (
-            stepped(run.client, before=DeadDriver(step)),
-            pytest.raises(ws.ReceiverError, match="the driver is dead"),
-        ):
-            run.send(form.model(92))
+        with stepped(run.client, before=DeadDriver(step)):
+            with pytest.raises(ws.ReceiverError, match="the driver is dead"):
+                run.send(form.model(92))
+            run.stop_receiving()
         run.receive()
         model = form.model(93)
         report = run.send(model)
@@ -434,6 +460,5 @@ class EngineSuite:
             model = form.model(seed)
             run.send(model)
             assert self.is_right(form, model)
-            run.sender.detach(receiver)
-            receiver.shutdown()
+            run.stop_receiving()
             assert self.is_right(form, model)
