@@ -1,16 +1,20 @@
 """vLLM's OpenAI server for tests: a process of its own, its workers with it."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 
+import httpx
 import psutil
 
 import weightsync as ws
+from tests.vllm.forms.suite import WAIT, Answer, Running
 
 TOKEN = "only-for-tests"
 
@@ -108,6 +112,66 @@ def serving(config, folder, **flags):
         yield server
     finally:
         server.stop()
+
+
+class Streamed(Running):
+    """A request whose tokens come one by one."""
+
+    def __init__(self, url, prompt, count):
+        self.tokens, self.times = [], []
+        self._finished, self._versions, self._error = None, None, None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, args=(url, prompt, count), daemon=True)
+        self._thread.start()
+
+    def _run(self, url, prompt, count):
+        body = {
+            "token_ids": prompt,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True},
+        }
+        try:
+            with httpx.stream(
+                "POST",
+                f"{url}/inference/v1/generate",
+                json=body,
+                headers={"Authorization": f"Bearer {TOKEN}"},
+                timeout=WAIT,
+                trust_env=False,
+            ) as response:
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, document):
+        if "choices" not in document:
+            raise RuntimeError(f"the server says {document}")
+        (choice,) = document["choices"]
+        with self._changed:
+            self.tokens += choice["token_ids"] or []
+            self.times += [time.perf_counter()] * len(choice["token_ids"] or [])
+            self._finished = choice["finish_reason"] or self._finished
+            spans = choice["weight_versions"]
+            if spans is not None:
+                self._versions = [(span["version"], span["start"]) for span in spans]
+            self._changed.notify_all()
+
+    def wait_begun(self):
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: self.tokens or not self._thread.is_alive(), timeout=WAIT
+            )
+
+    def answer(self):
+        self._thread.join(WAIT)
+        assert self._error is None, repr(self._error)
+        assert not self._thread.is_alive(), f"{len(self.tokens)} tokens, {self._finished}"
+        return Answer(self.tokens, self._finished, self._versions)
 
 
 def _free_port():

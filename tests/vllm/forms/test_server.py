@@ -13,71 +13,11 @@ from safetensors.torch import load_file
 
 import weightsync as ws
 from tests.vllm.conftest import PROMPTS, expected, llama_config, make_model, mixtral_config
-from tests.vllm.forms.servers import TOKEN, serving
-from tests.vllm.forms.suite import LONG, WAIT, Answer, EngineSuite, Form, Running, at, stepped
+from tests.vllm.forms.servers import TOKEN, Streamed, serving
+from tests.vllm.forms.suite import LONG, WAIT, EngineSuite, Form, at, stepped
 from weightsync.deadline import Deadline
 
 pytestmark = [pytest.mark.vllm, pytest.mark.live, pytest.mark.timeout(600)]
-
-
-class Streamed(Running):
-    """A request whose tokens come one by one."""
-
-    def __init__(self, url, prompt, count):
-        self.tokens, self.times = [], []
-        self._finished, self._versions, self._error = None, None, None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, args=(url, prompt, count), daemon=True)
-        self._thread.start()
-
-    def _run(self, url, prompt, count):
-        body = {
-            "token_ids": prompt,
-            "stream": True,
-            "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True},
-        }
-        try:
-            with httpx.stream(
-                "POST",
-                f"{url}/inference/v1/generate",
-                json=body,
-                headers={"Authorization": f"Bearer {TOKEN}"},
-                timeout=WAIT,
-                trust_env=False,
-            ) as response:
-                assert response.status_code == 200, response.read()
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        self._take(json.loads(line.removeprefix("data: ")))
-        except BaseException as error:
-            self._error = error
-        with self._changed:
-            self._changed.notify_all()
-
-    def _take(self, document):
-        if "choices" not in document:
-            raise RuntimeError(f"the server says {document}")
-        (choice,) = document["choices"]
-        with self._changed:
-            self.tokens += choice["token_ids"] or []
-            self.times += [time.perf_counter()] * len(choice["token_ids"] or [])
-            self._finished = choice["finish_reason"] or self._finished
-            spans = choice["weight_versions"]
-            if spans is not None:
-                self._versions = [(span["version"], span["start"]) for span in spans]
-            self._changed.notify_all()
-
-    def wait_begun(self):
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: self.tokens or not self._thread.is_alive(), timeout=WAIT
-            )
-
-    def answer(self):
-        self._thread.join(WAIT)
-        assert self._error is None, repr(self._error)
-        assert not self._thread.is_alive(), f"{len(self.tokens)} tokens, {self._finished}"
-        return Answer(self.tokens, self._finished, self._versions)
 
 
 class ServerForm(Form):
