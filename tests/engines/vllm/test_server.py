@@ -447,6 +447,15 @@ def test_a_server_that_is_paused_or_asleep_is_paused(server, name):
     assert client.is_paused(soon())
 
 
+def test_ranks_that_do_not_agree_are_not_paused_by_a_user(server):
+    words = b'{"error": {"message": "Engines returned different is_scheduler_paused results"}}'
+    server.replies["/is_paused"] = (500, words)
+    assert not client_of(server).is_paused(soon())
+    server.replies["/is_paused"] = (500, b"something else")
+    with pytest.raises(ws.EngineError, match="something else"):
+        client_of(server).is_paused(soon())
+
+
 def test_connections_are_used_again_and_closed(server):
     target = ws.VLLMServer(server.url)
     before = len(os.listdir("/proc/self/fd"))

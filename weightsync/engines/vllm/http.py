@@ -79,8 +79,13 @@ class Connection:
         deadline: Deadline,
         body: Any = None,
         query: dict[str, Any] | None = None,
+        *,
+        parse: bool = True,
     ) -> Any:
         """
+        Args:
+            parse: whether the answer is JSON; if not, only its status counts.
+
         Returns:
             The answer, parsed; None for an empty one.
 
@@ -99,7 +104,7 @@ class Connection:
             raise self._broken(route, error) from None
         if response.status_code >= 300:
             raise self._refusal(route, response, content)
-        if not content:
+        if not content or not parse:
             return None
         try:
             return json.loads(content)
@@ -166,7 +171,7 @@ class Connection:
         elif status == 404 and words == "Not Found":
             said = f"{self.url} has no {route}: {_DEV_MODE}"
         elif status >= 500 and self._health() in (None, 503):
-            return EngineDiedError(said)
+            return EngineDiedError(f"{said} (and its /health says that the engine is dead)")
         return RouteError(said, status)
 
     def _broken(self, route: str, error: httpx.HTTPError) -> EngineError:

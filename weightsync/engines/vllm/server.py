@@ -91,10 +91,9 @@ class VLLMServer:
                 label = self._connection.get("/weight_info", deadline)["weight_version"]
                 return str(label)
             except EngineError as error:
-                status = getattr(error, "status", None)
-                if status == 404:
+                if _status(error) == 404:
                     return None
-                if status != 500 or "different" not in str(error) or deadline.expired:
+                if not _is_disagreement(error) or deadline.expired:
                     raise
                 time.sleep(min(0.01, deadline.remaining))
             except (TypeError, KeyError):
@@ -128,7 +127,7 @@ class VLLMServer:
                 self._reports_spans = True
                 return answers
             except EngineError as error:
-                if self._reports_spans or getattr(error, "status", None) not in (403, 404, 405):
+                if self._reports_spans or _status(error) not in (403, 404, 405):
                     raise
                 self._reports_spans = False
         return self._complete(prompts, sampling, deadline)
@@ -201,6 +200,17 @@ class VLLMServer:
             ]
         except (TypeError, KeyError, ValueError) as error:
             raise EngineError(f"{self.url} gave no log-probabilities: {error!r:.200}") from None
+
+
+def _status(error: EngineError) -> int | None:
+    """Of HTTP, if the server has answered with an error."""
+    status: int | None = getattr(error, "status", None)
+    return status
+
+
+def _is_disagreement(error: EngineError) -> bool:
+    """Whether the data-parallel ranks of a server have answered each something else."""
+    return _status(error) == 500 and "returned different" in str(error)
 
 
 def _tokens(choice: dict[str, Any]) -> tuple[int, ...]:
@@ -351,10 +361,15 @@ class ServerClient(VLLMClient):
     # ---------------------------------------------------------------- the rest of the contract
 
     def is_paused(self, deadline: Deadline) -> bool:
-        return any(
-            bool((self._get(f"/{name}", deadline) or {}).get(name))
-            for name in ("is_paused", "is_sleeping")
-        )
+        try:
+            return any(
+                bool((self._get(f"/{name}", deadline) or {}).get(name))
+                for name in ("is_paused", "is_sleeping")
+            )
+        except EngineError as error:
+            if _is_disagreement(error):  # left by a failed pause: a user's is of all ranks
+                return False
+            raise
 
     def pause(self, mode: Mode, deadline: Deadline) -> None:
         self._post("/pause", deadline, mode=mode, clear_cache=False)
@@ -377,13 +392,46 @@ class ServerClient(VLLMClient):
         try:
             self._post("/update_weight_version", deadline, {"new_version": words})
         except EngineError as error:
-            if getattr(error, "status", None) != 404:  # a release that knows no label
+            if _status(error) != 404:  # a release that knows no label
                 raise
 
     def logprobs(self, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
         return self.bounded(
             lambda: self._server.prompt_logprobs(prompts, deadline), deadline, "prompt_logprobs"
         )
+
+    # ---------------------------------------------------------------- adapters
+
+    serves_adapters = True
+    asks_for_one_name = True
+
+    def serve_adapter(self, name: str, path: str, stacked: bool, deadline: Deadline) -> None:
+        served = self._get("/v1/models", deadline).get("data") or []
+        if any(model.get("id") == name and model.get("parent") for model in served):
+            self.unserve_adapter(name, deadline)  # of a driver before this one
+        body = {"lora_name": name, "lora_path": path, "is_3d_lora_weight": stacked}
+        self._of_adapters("/v1/load_lora_adapter", body, deadline)
+
+    def unserve_adapter(self, name: str, deadline: Deadline) -> None:
+        self._of_adapters("/v1/unload_lora_adapter", {"lora_name": name}, deadline)
+
+    def _of_adapters(self, route: str, body: dict[str, Any], deadline: Deadline) -> None:
+        within = Deadline(deadline.remaining + GRACE)
+        try:
+            self.bounded(
+                lambda: self._http.request("POST", route, within, body, parse=False),
+                deadline,
+                route,
+            )
+        except EngineError as error:
+            if _status(error) == 404:
+                if "cannot be found" in str(error):  # it is not served any more
+                    return
+                raise EngineError(
+                    f"the {self.name} takes no adapters while it runs: start it with "
+                    f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True ({error})"
+                ) from None
+            raise
 
     def close(self) -> None:
         if self._ballot is not None:
