@@ -5,21 +5,22 @@ Nothing here imports vLLM, Ray or an HTTP client before an object of theirs is t
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from typing import Any
 
-from weightsync.engines.vllm import async_llm, llm, server
+from weightsync.engines.vllm import async_llm, llm, ray, server
 from weightsync.engines.vllm.async_llm import AsyncLLMClient
 from weightsync.engines.vllm.client import VLLMClient
 from weightsync.engines.vllm.engine import VLLMEngine
 from weightsync.engines.vllm.llm import LLMClient
+from weightsync.engines.vllm.ray import RayClient
 from weightsync.engines.vllm.server import ServerClient
 
 CLIENTS: list[tuple[Callable[[Any], bool], Callable[..., VLLMClient]]] = [
     (llm.accepts, LLMClient),
     (async_llm.accepts, AsyncLLMClient),
     (server.accepts, ServerClient),
+    (ray.accepts, RayClient),
 ]
 """The forms of vLLM: what recognises an object of one, and its client."""
 
@@ -28,15 +29,15 @@ def accepts(target: Any) -> bool:
     return any(recognises(target) for recognises, _ in CLIENTS)
 
 
-def make(target: Any, *, loop: AbstractEventLoop | None = None, **options: Any) -> VLLMEngine:
+def make(target: Any, **options: Any) -> VLLMEngine:
     """The engine for an object of vLLM's.
 
     Args:
-        loop: the event loop of an ``AsyncLLM``, where neither it nor the caller runs in it yet.
-        **options: those of :class:`VLLMEngine`.
+        **options: those of :class:`VLLMEngine`, and of the client: an ``AsyncLLM``'s ``loop``, a
+            Ray actor's ``attribute``.
     """
     client = next((client for recognises, client in CLIENTS if recognises(target)), LLMClient)
-    own = {} if loop is None else {"loop": loop}
+    own = {name: options.pop(name) for name in ("loop", "attribute") if name in options}
     return VLLMEngine(client(target, **own), **options)
 
 
