@@ -207,7 +207,13 @@ def test_a_router_with_a_bias(tmp_path, path):
         with pytest.raises(ws.ReceiverError, match=r"model\.norm lacks weight"):
             sender.update_weights(lacking, version=2)
         assert greedy(llm) == tokens
-        sender.update_weights(third, version=3)
+        lacking = dict(as_source(third).tensors())
+        name = next(name for name in lacking if name.endswith("e_score_correction_bias"))
+        del lacking[name]
+        with pytest.raises(ws.ReceiverError, match=r"gate lacks e_score_correction_bias"):
+            sender.update_weights(lacking, version=3)
+        assert greedy(llm) == tokens
+        sender.update_weights(third, version=4)
         assert greedy(llm) == expected(third)
 
 

@@ -106,3 +106,40 @@ def test_q4_what_differs_is_found_and_named(llm, ends, damage, named):
     receiver.apply_weights()
     assert receiver.verify_weights().ok
     assert greedy(llm) == expected(model)
+
+
+def test_an_update_that_is_refused_leaves_every_bit_as_it_was(ends):
+    """Biases too, which vLLM writes at once while it looks at an update."""
+    sender, receiver = ends
+    sender.update_weights(make_model(llama_config(**CONFIG), seed=2), version=1)
+    state = dict(make_model(llama_config(**CONFIG), seed=3).state_dict())
+    del state["model.norm.weight"]
+    with pytest.raises(ws.ReceiverError, match=r"model\.norm lacks weight"):
+        sender.update_weights(state, version=2)
+    assert receiver.version.number == 1
+    assert receiver.verify_weights().ok
+
+
+def test_nan_and_the_sign_of_zero_are_compared(llm, ends):
+    sender, receiver = ends
+    state = dict(make_model(llama_config(**CONFIG), seed=4).state_dict())
+    state["model.norm.weight"][:2] = torch.tensor([float("nan"), 0.0])
+    sender.update_weights(state, version=1)
+    assert receiver.verify_weights().ok
+    llm.apply_model(negate_a_zero)
+    (words,) = receiver.verify_weights().different
+    assert "model.norm.weight" in words
+
+
+def negate_a_zero(model):
+    model.model.norm.weight.data[1] = -0.0
+
+
+def test_a_draft_that_the_engine_does_not_have_is_said_so(llm, path):
+    scheme = ws.DoubleBufferScheme(path)
+    with scheme.create_sender() as sender:
+        sender.connect()
+        with scheme.create_receiver(llm, targets=("draft",)) as receiver:
+            sender.attach(receiver)
+            with pytest.raises(ws.ReceiverError, match="no draft model"):
+                sender.update_weights(make_model(llama_config(**CONFIG), seed=5), version=1)

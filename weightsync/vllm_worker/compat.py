@@ -9,7 +9,7 @@ for and undone here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,6 @@ _UNGUARDED = "_weightsync_unguarded"
 
 _WRITTEN = "_weightsync_written"
 """Attribute of a model in reload: the storages of unguarded tensors that were written."""
-
-_BUFFERS = "_weightsync_buffers"
-"""Attribute of a model: ``layer.buffer`` names that an update has loaded."""
 
 
 @dataclass(frozen=True)
@@ -349,13 +346,22 @@ def rehearsal(model: nn.Module) -> Iterator[None]:
         abandon_reload(model)
 
 
-def incomplete_layers(model: nn.Module) -> list[str]:
+def places(model: nn.Module) -> set[int]:
+    """Where a model's parameters are."""
+    return {tensor.data_ptr() for tensor in model.parameters() if tensor.numel()}
+
+
+def incomplete_layers(model: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
     """The layers that an update leaves without some of their weights; call before finishing.
 
     A layer is complete when every parameter was loaded with every part it consists of. The
     number of elements alone does not tell: a padded vocabulary never fills up.
+
+    Args:
+        elsewhere: what :func:`places` said, before the reload, of a model that this one shares
+            layers with, and that brings the weights of those.
     """
-    lacking, _ = _survey(model)
+    lacking, _ = _survey(model, elsewhere)
     return [f"{name} lacks {', '.join(parts)}" for name, parts in lacking.items()] + [
         f"{layer} lacks {name}"
         for layer, _, name in (each.rpartition(".") for each in _unwritten(model))
@@ -379,7 +385,9 @@ def _unwritten(model: nn.Module) -> list[str]:
     ]
 
 
-def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:
+def _survey(
+    model: nn.Module, elsewhere: Collection[int] = ()
+) -> tuple[dict[str, list[str]], list[nn.Module]]:
     """What each layer lacks, and the layers that get their values through one they are tied to."""
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -396,7 +404,7 @@ def _survey(model: nn.Module) -> tuple[dict[str, list[str]], list[nn.Module]]:
             parts = _lacking_parts(layer, info)
             if parts:
                 lacking[name] = parts
-    loaded = set().union(*(memory[name] for name in layers if name not in lacking))
+    loaded = set(elsewhere).union(*(memory[name] for name in layers if name not in lacking))
     tied = [name for name in lacking if memory[name] and memory[name] <= loaded]
     for name in tied:
         del lacking[name]

@@ -76,6 +76,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reader: tuple[int, int] | None = None
         self._last = True
         self._target = "model"
+        self._elsewhere: set[int] = set()
         self._paused = False
 
     # ---------------------------------------------------------------- what our driver asks
@@ -131,7 +132,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         op = request["op"]
         if op == "init":
             self._driven, self._error = True, None
-            sleep.watch(self._worker).targets = frozenset(request.get("targets", ("model",)))
+            sleep.watch(self._worker).targets |= set(request.get("targets", ()))
             self._reader = int(request["first"]) + self._number, int(request["total"])
             self._connect(str(request["scheme"]))
         elif op == "stage":
@@ -182,8 +183,14 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _begin(self, target: str) -> None:
         self._end_former_session()
         self._require_awake()
+        self._look_elsewhere(target)
         compat.begin_session(self._worker, target)
         self._target = target
+
+    def _look_elsewhere(self, target: str) -> None:
+        """What a draft shares with the model comes with the model's weights."""
+        models = compat.models(self._worker) if target == "draft" else {}
+        self._elsewhere = compat.places(models["model"]) if models else set()
 
     def _require_awake(self) -> None:
         """Memory that sleep gave away is not there, neither to be read nor to be written."""
@@ -329,6 +336,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _looking_at(self, target: str) -> Iterator[None]:
         """Between two steps of the model, and without a session."""
         self._require_awake()
+        self._look_elsewhere(target)
         with (
             compat.targeting(self._worker, target),
             set_current_vllm_config(self.vllm_config),
@@ -355,7 +363,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
 
     def _require_complete(self) -> None:
-        incomplete = compat.incomplete_layers(self.model)
+        incomplete = compat.incomplete_layers(self.model, self._elsewhere)
         if incomplete:
             raise EngineError(
                 f"the update leaves {len(incomplete)} layers without some of their weights: "

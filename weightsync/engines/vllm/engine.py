@@ -254,7 +254,7 @@ class VLLMEngine(Engine):
         if self._looked.expired:  # asked in every poll: not every time over a wire
             self._looked = Deadline(_LOOK)
             answers = self._ask({"op": "status"}, Deadline(GRACE), check=False)
-            self._lost = any(answer.get("lost") for answer in answers)
+            self._lost = any(set(self._targets) & set(answer.get("lost", ())) for answer in answers)
         return self._lost
 
     def verify(self, update: Update) -> Verification:
