@@ -66,6 +66,7 @@ class VLLMAdapter(Engine):
         self._calls = AdapterCalls(self._client, name)
         self._names = self._chosen(one_name)
         self._staged: Written | None = None
+        self._deep: int | None = None
 
     def _chosen(self, one_name: bool | None) -> Names:
         if one_name is False and self._client.asks_for_one_name:
@@ -101,6 +102,9 @@ class VLLMAdapter(Engine):
         return self._names.named.request()
 
     # ---------------------------------------------------------------- Engine
+
+    def require_thread(self) -> None:
+        self._client.require_thread()
 
     def connect(self, url: str, deadline: Deadline) -> None:
         facts = self._client.facts(deadline)
@@ -145,8 +149,10 @@ class VLLMAdapter(Engine):
         written, self._staged = self._staged, None
         if written is None:
             written = self._names.kept(update.version) or self._written(update)
+        deep = self._client.deep_sleeps()
         try:
             self._names.load(written, deadline)
+            self._deep = deep
         except BaseException:
             if self._names.kept(update.version) is not written:
                 written.folder.remove()
@@ -160,6 +166,11 @@ class VLLMAdapter(Engine):
 
     def resume(self) -> None:
         self._names.resume()
+
+    def lost_weights(self) -> bool:
+        # Deep sleep gives the memory away that adapters are copied to. Of a server nobody here
+        # knows; there an update of the base, which it needs as well, has adapters read again.
+        return self._names.named is not None and self._client.deep_sleeps() != self._deep
 
     def close(self) -> None:
         # The engine goes on, and so does the version it holds: its files stay with it.

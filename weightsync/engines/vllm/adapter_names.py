@@ -17,6 +17,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.vllm.adapter_calls import AdapterCalls, Written
 from weightsync.engines.vllm.adapter_files import Link
 from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
+from weightsync.engines.vllm.pause import Pause
 from weightsync.errors import EngineError
 from weightsync.version import Version
 
@@ -101,18 +102,20 @@ class EachVersion(Names):
         self._current: _Loaded | None = None
 
     def kept(self, version: Version) -> Written | None:
-        # Rolled back to: it was never let go.
         found = self._find(version)
         return found.written if found else None
 
     def load(self, written: Written, deadline: Deadline) -> None:
-        if any(each.written is written for each in self._loaded):
-            return
+        known = next((each.named for each in self._loaded if each.written is written), None)
+        named = known or self._new(written)
+        self._calls.load(written, named.number, named.name, deadline)
+        if known is None:  # else rolled back to, or lost in deep sleep
+            self._loaded.append(_Loaded(written, named))
+
+    def _new(self, written: Written) -> Named:
         number = next(_numbers)
         name = f"{self._name}@{written.version}#{number}"
-        self._calls.load(written, number, name, deadline)
-        named = Named(name, number, written.folder.path, written.stacked)
-        self._loaded.append(_Loaded(written, named))
+        return Named(name, number, written.folder.path, written.stacked)
 
     def settle(self, version: Version | None) -> None:
         former, self._current = self._current, self._find(version)
@@ -155,20 +158,17 @@ class OneName(Names):
         self._client = client
         self._calls = calls
         self._name = name
-        self._mode = mode
         self._directory = directory
+        self._pause = Pause(client, mode)
         self._link: Link | None = None
         self._number: int | None = None
         self._written: list[Written] = []
-        self._was_paused = False
 
     def kept(self, version: Version) -> Written | None:
         return next((each for each in self._written if each.version == version), None)
 
     def pause(self, deadline: Deadline) -> None:
-        self._was_paused = self._client.is_paused(deadline)
-        if not self._was_paused:
-            self._client.pause(self._mode, deadline)
+        self._pause.begin(deadline)
 
     def load(self, written: Written, deadline: Deadline) -> None:
         if self._link is None:
@@ -219,8 +219,7 @@ class OneName(Names):
         self._written = [current]
 
     def resume(self) -> None:
-        if not self._was_paused:
-            self._client.resume(Deadline(GRACE))
+        self._pause.end()
 
     def unload(self) -> None:
         self.named = None
@@ -232,14 +231,14 @@ class OneName(Names):
             raise EngineError(f"requests still use adapter {self._name!r}")
         if self._client.serves_adapters:
             self._client.unserve_adapter(self._name, deadline)
-        paused = used is None and not self._client.is_paused(deadline)
-        if paused:
-            self._client.pause("wait", deadline)
+        pause = Pause(self._client, "wait") if used is None else None
         try:
+            if pause is not None:
+                pause.begin(deadline)
             self._calls.drop(self._number, deadline)
         finally:
-            if paused:
-                self._client.resume(Deadline(GRACE))
+            if pause is not None:
+                pause.end()
         for each in self._written:
             each.folder.remove()
         self._link.remove()

@@ -1,0 +1,91 @@
+"""One pause of a vLLM engine: begun, and ended by whoever began it.
+
+Several drivers may share an engine (one for the base, one for each adapter). Those of one process
+take turns, so that none lets requests go on while another changes weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from typing import Any
+
+from weightsync.deadline import Deadline
+from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+
+_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+class Pause:
+    """
+    Args:
+        mode: what becomes of requests that run.
+    """
+
+    def __init__(self, client: VLLMClient, mode: Mode) -> None:
+        self._client = client
+        self._mode = mode
+        self._turn = _turn_of(client.target)
+        self._has_turn = False
+        self._began = False
+
+    def begin(self, deadline: Deadline) -> None:
+        """Let no request make progress. An engine that its user paused is left to them.
+
+        Raises:
+            DeadlineError: another driver of this process does not end its own.
+        """
+        if not self._turn.acquire(timeout=deadline.remaining):
+            raise DeadlineError(f"the {self._client.name} was in another update all the time")
+        self._has_turn = True
+        if not self._is_paused_by_user(deadline):
+            self._began = True
+            self._ask("pausing", deadline)
+            self._client.pause(self._mode, deadline)
+
+    def end(self) -> None:
+        """Let requests go on, if ``begin`` has stopped them. To be called in any case."""
+        try:
+            if self._began:
+                self._insist_on_resuming(Deadline(GRACE))
+                self._began = False
+                with contextlib.suppress(Exception):  # the engine itself runs
+                    self._ask("resumed", Deadline(GRACE))
+        finally:
+            if self._has_turn:
+                self._has_turn = False
+                self._turn.release()
+
+    def _is_paused_by_user(self, deadline: Deadline) -> bool:
+        """Not by a driver of ours that did not live to resume it."""
+        if not self._client.is_paused(deadline):
+            return False
+        return not any(json.loads(text).get("paused") for text in self._ask("status", deadline))
+
+    def _insist_on_resuming(self, deadline: Deadline) -> None:
+        """An engine that stays paused is worse than one that fails."""
+        while True:
+            try:
+                return self._client.resume(deadline)
+            except EngineDiedError:
+                raise
+            except EngineError:  # data-parallel ranks may still be on their way into the pause
+                if deadline.expired:
+                    raise
+                time.sleep(min(0.1, deadline.remaining))
+
+    def _ask(self, op: str, deadline: Deadline) -> list[str]:
+        return self._client.ask(json.dumps({"op": op}), deadline, op)
+
+
+def _turn_of(target: Any) -> threading.Lock:
+    with _turns_lock:
+        try:
+            return _turns.setdefault(target, threading.Lock())
+        except TypeError:  # cannot be referred to weakly: it is one driver's own
+            return threading.Lock()
