@@ -41,8 +41,10 @@ def assert_holds(engine, sent):
         assert_same(engine.part(name), tensor)
 
 
-def attached(ends, engine, **options):
-    sender = ends.sender(scheme=ends.scheme(slots=3))
-    receiver = ends.receiver(engine, scheme=ends.scheme(slots=3), **options)
+def attached(ends, engine, slots=2, **options):
+    """A sender, and a receiver that it drives."""
+    scheme = ends.scheme(slots=slots)
+    sender = ends.sender(scheme=scheme)
+    receiver = ends.receiver(engine, scheme=scheme, **options)
     sender.attach(receiver)
     return sender, receiver

@@ -66,6 +66,11 @@ def test_one_name_twice():
         ws.Replicas([nn.Linear(1, 1), Named({"w": (1,)}), nn.Linear(1, 1)])
 
 
+def test_a_name_without_end():
+    with pytest.raises(ws.EngineError, match="100 characters"):
+        ws.Replicas({"x" * 101: fake()})
+
+
 def test_options_are_of_all_of_them(ends):
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     sender = ends.sender()

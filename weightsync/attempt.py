@@ -25,8 +25,8 @@ log = logging.getLogger("weightsync")
 LATE = 15.0
 """Seconds after its deadline that an engine of several has to come back, at most."""
 
-_RESUME_AGAIN = (0.1, 0.5)
-"""Seconds before ``resume`` is tried again: an engine that stays paused answers nobody."""
+_AGAIN = (0.1, 0.5)
+"""Seconds before what must be said to an engine in any case is tried again."""
 
 
 def patience(deadline: Deadline) -> float:
@@ -114,6 +114,7 @@ class Attempt:
     Attributes:
         held, state: where the engine stands: before the attempt, and after it.
         revive: gets in touch with an engine that was dead before.
+        notes: what became of it after the error.
         pause: seconds for which requests made no progress. total: seconds in all.
     """
 
@@ -124,11 +125,17 @@ class Attempt:
     revive: Callable[[], None] | None = None
     fit: Fit = field(default_factory=Fit)
     error: BaseException | None = None
+    notes: list[str] = field(default_factory=list)
     pause: float = 0.0
     total: float = 0.0
     _reads: Update | None = None
     _given_up: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def words(self) -> str | None:
+        """The error's own, and what became of the engine."""
+        return None if self.error is None else "; ".join([words_of(self.error), *self.notes])[:4000]
 
     def give_up(self) -> Update | None:
         """Wait no more for it. Returns the one version that it may read from now on."""
@@ -212,7 +219,7 @@ class Attempt:
             except BaseException as error:
                 why = f"rolling back to {way.former.version} failed: {words_of(error)}"
                 interrupt = None if isinstance(error, Exception) else error
-        self._disown(cause, f"the engine holds no whole version now: {why}")
+        self._disown(f"the engine holds no whole version now: {why}")
         if interrupt is not None:
             raise interrupt
 
@@ -222,38 +229,38 @@ class Attempt:
             with suppress(Exception):  # should it live after all, it must not stay paused
                 self.engine.resume()
             return
-        error = self._try_to_resume()
+        error = _insist(self.engine.resume)
         if error is None:
             return
         self._let_go("dead" if isinstance(error, EngineDiedError) else "unusable")
-        self._disown(cause or error, f"its requests could not be resumed: {words_of(error)}")
+        self._disown(f"its requests could not be resumed: {words_of(error)}")
         if cause is None or not isinstance(error, Exception):
             raise error
 
-    def _try_to_resume(self) -> BaseException | None:
-        for wait in (*_RESUME_AGAIN, None):
-            try:
-                self.engine.resume()
-                return None
-            except (EngineDiedError, DeadlineError) as error:
-                return error
-            except BaseException as error:
-                if wait is None or not isinstance(error, Exception):
-                    return error
-                log.warning("engine %s was not resumed: %s", self.name, words_of(error))
-                time.sleep(wait)
-        return None
-
-    def _disown(self, cause: BaseException, why: str) -> None:
-        """Have the engine itself say that it holds nothing, and the error say why."""
+    def _disown(self, why: str) -> None:
+        """Have the engine itself say that it holds nothing, and the report say why."""
+        self.notes.append(why)
         if self.state != "dead":
             log.error("engine %s is unusable until the next full update: %s", self.name, why)
-            try:
-                self.engine.label(None)
-            except Exception as error:
+            error = _insist(lambda: self.engine.label(None))
+            if error is not None:
                 log.warning("engine %s keeps its label: %s", self.name, words_of(error))
-        if why not in words_of(cause):
-            cause.__notes__ = [*getattr(cause, "__notes__", ()), why]  # add_note() of Python 3.11
+
+
+def _insist(action: Callable[[], None]) -> BaseException | None:
+    """Try something three times, unless that makes no sense. Returns the last error."""
+    for wait in (*_AGAIN, None):
+        try:
+            action()
+            return None
+        except (EngineDiedError, DeadlineError) as error:
+            return error
+        except BaseException as error:
+            if wait is None or not isinstance(error, Exception):
+                return error
+            log.warning("tried again, after %s", words_of(error))
+            time.sleep(wait)
+    return None
 
 
 def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
@@ -268,6 +275,4 @@ def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
 
 
 def words_of(error: Any) -> str:
-    """An error's own words, and what was noted of it on the way."""
-    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"[:4000]
+    return f"{type(error).__name__}: {error}"[:4000]

@@ -86,7 +86,7 @@ class Member:
         if not self.state == attempt.state == "dead":  # its death was said when it died
             self.attempted = version
         self.version, self.state = attempt.held, attempt.state
-        self.error = None if attempt.error is None else words_of(attempt.error)
+        self.error = attempt.words
         self.seconds = Seconds(apply=attempt.total, pause=attempt.pause, total=attempt.total)
 
     def leave(self, late: _Late, error: BaseException) -> None:
@@ -118,6 +118,8 @@ class Fleet:
         self.members = [Member(name, engine) for name, engine in engines.items()]
         self.seconds = Seconds()
         """Of the last update, phase by phase those of the slowest engine."""
+        self.attempted: Version | None = None
+        """The version of the last update, whatever came of it."""
         self._url = url
         self._apply_timeout = apply_timeout
         self._workers: list[int] = []
@@ -247,12 +249,6 @@ class Fleet:
             return said[0].error if said else None
         return "; ".join(f"engine {m.name!r}: {m.error}" for m in said)[:4000] or None
 
-    @property
-    def attempted(self) -> Version | None:
-        """The last version that any of them tried."""
-        tried = [member.attempted for member in self.members if member.attempted is not None]
-        return max(tried, default=None)
-
     def lost_weights(self) -> bool:
         return any(member.lost_weights() for member in self.alive)
 
@@ -290,6 +286,7 @@ class Fleet:
             jobs = {name: partial(attempts[name].run, way) for name in free}
             _together(jobs, deadline, threads)
         finally:
+            self.attempted = update.version
             said = {name: self._conclude(each, way, threads) for name, each in attempts.items()}
             self._note_seconds(members)
         errors = {name: error for name, error in said.items() if error is not None}
@@ -376,7 +373,10 @@ class Fleet:
         first = next(iter(failed.values()))
         if len(self.members) == 1:
             raise first
-        said = "; ".join(f"engine {name!r}: {words_of(error)}" for name, error in failed.items())
+        said = "; ".join(
+            f"engine {name!r}: {(version and self.member(name).error) or words_of(error)}"
+            for name, error in failed.items()
+        )
         held = [m for m in self.members if version is not None and m.version == version]
         others = f"; {', '.join(repr(m.name) for m in held)} hold {version}" if held else ""
         died = all(isinstance(error, EngineDiedError) for error in failed.values())

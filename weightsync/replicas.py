@@ -8,6 +8,9 @@ from typing import Any
 from weightsync.engine import Engine, as_engine
 from weightsync.errors import EngineError
 
+MAX_NAME = 100
+"""Characters: they stand in every record of a receiver."""
+
 
 class Replicas:
     """Engines that one receiver keeps at the same version.
@@ -35,6 +38,9 @@ class Replicas:
         if len({(id(engine.target), engine.name) for engine in made}) < len(made):
             raise EngineError("an engine is there twice")
         names = names or _names(made)
+        too_long = [name for name in names if len(name) > MAX_NAME]
+        if too_long:
+            raise EngineError(f"{too_long[0]!r:.80}: names of engines have {MAX_NAME} characters")
         if len(set(names)) < len(names):
             raise EngineError(f"two engines have one name: {', '.join(names)}")
         self.engines: dict[str, Engine] = dict(zip(names, made, strict=True))

@@ -21,6 +21,9 @@ RECEIVERS = "receivers"
 
 MAX_RECORD = 1 << 20
 
+MAX_WORDS = 3000
+"""Characters of a receiver's error, and of those of its engines together: a record is a message."""
+
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _RECEIVER_ID = re.compile(rf"{_ID}\Z", re.ASCII)
 _RECEIVER_FILE = re.compile(
@@ -102,22 +105,29 @@ def report_to_json(report: ReceiverReport) -> bytes:
             "state": report.state,
             "version": report.version,
             "attempted": report.attempted,
-            "error": report.error,
+            "error": _cut(report.error, MAX_WORDS),
             "apply": report.seconds.apply,
             "pause": report.seconds.pause,
-            "engines": [_engine_to_json(engine) for engine in report.engines],
+            "engines": [
+                _engine_to_json(engine, MAX_WORDS // len(report.engines))
+                for engine in report.engines
+            ],
             "time": time.time(),
         }
     ).encode()
 
 
-def _engine_to_json(report: EngineReport) -> dict[str, Any]:
+def _cut(words: str | None, length: int) -> str | None:
+    return None if words is None else words[:length]
+
+
+def _engine_to_json(report: EngineReport, words: int) -> dict[str, Any]:
     return {
         "name": report.engine,
         "state": report.state,
         "version": report.version,
         "attempted": report.attempted,
-        "error": report.error,
+        "error": _cut(report.error, words),
         "apply": report.seconds.apply,
         "pause": report.seconds.pause,
     }

@@ -164,10 +164,14 @@ class FakeEngine(Engine):
         self._invalid = set(self.buffers)
 
     def wake(self) -> None:
-        for name, tensor in self._backup.items():
+        self.restore(self._backup)
+        self._backup = {}
+
+    def restore(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put back what sleep took."""
+        for name, tensor in buffers.items():
             self.buffers[name].copy_(tensor)
             self._invalid.discard(name)
-        self._backup = {}
 
     def part(self, name: str) -> torch.Tensor:
         """The place of a checkpoint tensor, whatever it is fused into and however laid out."""
@@ -227,6 +231,7 @@ class FakeEngine(Engine):
 
     def apply(self, update: Update, deadline: Deadline) -> None:
         self._step("start")
+        self._lost = False  # unless it is put to sleep again meanwhile
         for whole in sorted(self._in_layout):  # back to the layout that is loaded into
             self.parameters[whole] = self.parameters[whole].t().contiguous()
         self._in_layout.clear()
@@ -235,7 +240,6 @@ class FakeEngine(Engine):
         for whole in sorted(self._relaid):
             self.parameters[whole] = self.parameters[whole].t().contiguous()
             self._in_layout.add(whole)
-        self._lost = False
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._step("load")
