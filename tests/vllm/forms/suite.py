@@ -146,6 +146,17 @@ def stepped(client, before=lambda step: None, after=lambda step: None):
             delattr(client, name)
 
 
+def often(cases, chosen):
+    """Parameters of which only the chosen run every time, and all with the slow tests."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if case in chosen else slow
+        )
+        for case in cases
+    ]
+
+
 def at(step, action, times=1):
     """Do something at the first times that a step is taken."""
     left = [times]
@@ -381,8 +392,13 @@ class EngineSuite:
         run.send(other)
         assert self.is_right(form, other)
 
-    @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize("step", [step for step in STEPS if step != "resume"])
+    @pytest.mark.parametrize(
+        ("step", "when"),
+        often(
+            [(step, when) for step in STEPS if step != "resume" for when in ("before", "after")],
+            {("pause", "after"), ("load", "after"), ("finish", "after"), ("label", "before")},
+        ),
+    )
     def test_a_failure_at_any_step_leaves_a_whole_version(self, form, run, step, when):
         run.receive()
         model = form.model(71)
@@ -403,8 +419,9 @@ class EngineSuite:
 
     @pytest.fixture
     def impatient(self, monkeypatch):
-        """What an engine does not do at once is given up after a second."""
-        monkeypatch.setattr("weightsync.engines.vllm.engine.GRACE", 1.0)
+        """What an engine does not do at once is given up soon."""
+        for module in ("engine", "pause"):
+            monkeypatch.setattr(f"weightsync.engines.vllm.{module}.GRACE", 0.3)
 
     def test_an_engine_that_does_not_resume_at_once_is_asked_again(self, form, run):
         run.receive()
@@ -437,7 +454,7 @@ class EngineSuite:
         run.send(last)
         assert self.is_right(form, last)
 
-    @pytest.mark.parametrize("step", STEPS)
+    @pytest.mark.parametrize("step", often(STEPS, {"begin", "flush"}))
     def test_what_a_dead_driver_left_open_is_mended_by_the_next_update(
         self, form, run, impatient, step
     ):

@@ -1,6 +1,7 @@
 """The shared suite on vLLM's ``AsyncLLM``, used from other threads and in its own event loop."""
 
 import asyncio
+import json
 import secrets
 import threading
 from contextlib import contextmanager
@@ -97,11 +98,19 @@ def engine_in_a_thread(folder, config, **changes):
         try:
             yield engine, loop
         finally:
-            engine.shutdown()
+            asyncio.run_coroutine_threadsafe(end(engine), loop).result(WAIT)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def end(engine):
+    engine.shutdown()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +119,27 @@ def form(tmp_path_factory):
         yield AsyncLLMForm(*made)
 
 
-class TestAsyncLLM(EngineSuite):
+class AsyncSuite(EngineSuite):
+    def test_a_pause_that_did_not_come_about_is_given_up(self, form, run, monkeypatch):
+        """It waits for requests longer than it may: they go on, and so does the engine."""
+        run.receive()
+        first = form.model(1)
+        run.send(first)
+        started = [form.start(prompt, 200) for prompt in PROMPTS]
+        started[0].wait_begun()
+        with monkeypatch.context() as patch:
+            patch.setattr("weightsync.engines.vllm.async_llm.GRACE", 0.0)
+            with pytest.raises(ws.DeadlineError, match="pause_generation"):
+                run.client.pause("wait", Deadline(0.05))
+        run.client.resume(Deadline(WAIT))
+        assert self.is_right(form, first)
+        assert [len(each.answer().tokens) for each in started] == [200] * len(PROMPTS)
+        second = form.model(2)
+        run.send(second)
+        assert self.is_right(form, second)
+
+
+class TestAsyncLLM(AsyncSuite):
     pass
 
 
@@ -252,3 +281,20 @@ def test_log_probabilities_are_those_of_the_model(form, path):
             scores = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         right = [scores[place, token].item() for place, token in enumerate(prompt[1:])]
         assert values == pytest.approx(right, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+class TestDataParallel(AsyncSuite):
+    """Two ranks of a dense model, each an engine core of its own."""
+
+    @pytest.fixture(scope="class")
+    def form(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("ranks")
+        with engine_in_a_thread(folder, AsyncLLMForm.config, data_parallel_size=2) as made:
+            yield AsyncLLMForm(*made)
+
+    def test_every_worker_of_every_rank_answers(self, form, run):
+        receiver = run.receive()
+        answers = receiver.engine.client.ask('{"op": "status"}', Deadline(WAIT), "status")
+        assert sorted(json.loads(answer)["rank"] for answer in answers) == [0, 1]

@@ -1,17 +1,27 @@
 """The shared suite on vLLM's ``LLM``."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.vllm.conftest import stop
 from tests.vllm.forms.suite import LONG, Answer, EngineSuite, Form, Running, engine_arguments
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+# An LLM is updated in tests/vllm/test_llm.py every time.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(180)]
+
+ALONE = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""With 0 an ``LLM`` does everything in the process of who calls it."""
 
 
 class LLMForm(Form):
     """Steps the engine itself: ``generate`` takes the answers of other requests for its own."""
 
     def __init__(self, llm):
+        if os.environ.get(ALONE) == "0":
+            self.modes = ("keep", "abort")  # nothing goes on while it is waited for
         self.target = llm
         self.outputs = {}
         self._started = 0
@@ -72,3 +82,16 @@ def form(tmp_path_factory):
 
 class TestLLM(EngineSuite):
     pass
+
+
+@pytest.mark.skipif(os.environ.get(ALONE) == "0", reason="it is the one that runs now")
+@pytest.mark.timeout(500)
+def test_an_llm_in_one_process_takes_the_suite_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", __file__],
+        env={**os.environ, ALONE: "0"},
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
