@@ -1,5 +1,6 @@
 """The check of vLLM releases: on small wheels made here, and on the vLLM that is installed."""
 
+import ast
 import importlib.util
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,9 @@ import pytest
 
 from tools.compat.check import check, number, unimplemented
 from tools.compat.sources import Sources
-from tools.compat.table import need
+from tools.compat.table import TABLE, need
+
+ROOT = Path(__file__).parents[2]
 
 ENGINE = """
 from abc import abstractmethod
@@ -155,6 +158,28 @@ def test_the_installed_vllm_has_what_is_relied_on():
     if release is None or spec is None:
         pytest.skip("there is no vLLM here")
     sources = Sources.of_folder(Path(spec.origin).parents[1])
-    ours = Sources.of_folder(Path(__file__).parents[2], "weightsync")
+    ours = Sources.of_folder(ROOT, "weightsync")
     findings = check(sources, release) + unimplemented(sources, ours)
     assert not [str(finding) for finding in findings if finding.breaks]
+
+
+def imported(path):
+    """``module:name`` of everything that a file imports from vLLM."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            for alias in node.names:
+                yield f"{node.module}:{alias.name}"
+
+
+def test_whatever_is_imported_from_vllm_is_in_the_table():
+    references = {r for needs in TABLE.values() for each in needs for r in each.any_of}
+    known = {reference.partition("(")[0] for reference in references}
+    known |= {reference.rpartition(".")[0] for reference in known}  # a class by its members
+    modules = {reference.partition(":")[0] for reference in known}
+    found = {
+        name
+        for path in (ROOT / "weightsync").rglob("*.py")
+        for name in imported(path)
+        if name.replace(":", ".") not in modules
+    }
+    assert found - known == set()

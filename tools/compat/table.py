@@ -102,7 +102,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
             )
         ),
     ),
-    "layerwise reload: vllm_worker/compat.py": (
+    "layerwise reload: vllm_worker/compat.py, verification.py": (
         need(f"{_RELOAD}:initialize_layerwise_reload"),
         need(f"{_RELOAD}:finalize_layerwise_reload"),
         need(f"{_RELOAD}.layerwise:initialize_layerwise_reload(model)"),
@@ -111,6 +111,8 @@ TABLE: dict[str, tuple[Need, ...]] = {
         need(f"{_RELOAD}.layerwise:_layerwise_process(layer, info)"),
         need(f"{_RELOAD}.layerwise:_place_kernel_tensors(layer, info)"),
         need(f"{_RELOAD}.layerwise:_wrap_parameters_weight_loader(layer)"),
+        need(f"{_RELOAD}.layerwise:_finalize_attention_layer(layer, info, model_config)"),
+        need(f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors(layer, info)"),
         need(f"{_RELOAD}.layerwise:LOADING_LAYERS"),
         need(
             f"{_RELOAD}.layerwise:is_deferred_attention_layer",
@@ -124,9 +126,21 @@ TABLE: dict[str, tuple[Need, ...]] = {
         need("vllm.model_executor.model_loader.weight_utils:default_weight_loader"),
         need(f"{_LAYERS}.linear:QKVParallelLinear"),
         need(f"{_LAYERS}.linear:MergedColumnParallelLinear.output_sizes"),
+        need(f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"),
         need("vllm.platforms:current_platform"),
     ),
+    "sleep: vllm_worker/compat.py, sleep.py, engines/vllm/sleeping.py": (
+        need("vllm.device_allocator.cumem:CuMemAllocator.instance"),
+        need("vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data"),
+        need("vllm.device_allocator.cumem:AllocationData.tag"),
+        need("vllm.device_allocator.cumem:AllocationData.is_asleep"),
+        need(f"{_CORE}:InprocClient.sleep(level)"),
+        need(f"{_CORE}:SyncMPClient.sleep(level)"),
+        need(f"{_CORE}:AsyncMPClient.sleep_async(level)"),
+    ),
     "LLM: engines/vllm/llm.py, facts.py": (
+        need("vllm:SamplingParams"),
+        need("vllm.sampling_params:SamplingParams.prompt_logprobs"),
         need(f"{_ENTRY}.llm_engine"),
         need(f"{_ENTRY}.collective_rpc(method, args)"),
         need(f"{_ENTRY}.sleep(level, mode)"),
