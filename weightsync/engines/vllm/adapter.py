@@ -44,6 +44,7 @@ class VLLMAdapter(Engine):
             ``"abort"`` ends them.
         directory: where the files are written, if not in memory of this host: all workers need to
             see it, under this path. Adapters of dead processes in it are removed.
+        **form: of the engine's form: an ``AsyncLLM``'s ``loop``, a Ray actor's ``attribute``.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class VLLMAdapter(Engine):
         one_name: bool | None = None,
         mode: Mode = "keep",
         directory: str | None = None,
+        **form: Any,
     ) -> None:
         from weightsync.engines.vllm import make
 
         if mode not in ("keep", "wait", "abort"):
             raise EngineError(f"mode={mode!r}: 'keep', 'wait' or 'abort'")
-        self._client = make(target).client
+        self._client = make(target, **form).client
         self._name = name
         self._mode = mode
         self._directory = directory

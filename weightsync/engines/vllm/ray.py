@@ -93,6 +93,9 @@ class RayClient(VLLMClient):
     def logprobs(self, prompts: Sequence[Sequence[int]], deadline: Deadline) -> list[list[float]]:
         return list(self._call("logprobs", ([list(prompt) for prompt in prompts],), deadline))
 
+    # A call with an adapter may wait in the actor's queue for longer than its version stays.
+    asks_for_one_name = True
+
     def adapters_in_use(self, deadline: Deadline) -> set[str] | None:
         used = self._call("adapters_in_use", (), deadline)
         return None if used is None else set(used)
