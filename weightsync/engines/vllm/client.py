@@ -34,7 +34,9 @@ class Facts:
 
     Attributes:
         backend: of its ``weight_transfer_config``; None without one.
-        workers: worker processes in all, over TP, PP and DP.
+        workers: worker processes in all, over TP, PP and DP, that this object reaches.
+        before: those that it does not reach, of data-parallel ranks before its own: the plug-in
+            numbers all that were started together.
         lora: whether it was made with ``enable_lora=True``.
         in_process: whether the engine core shares the process of who calls it, so that nothing
             goes on in it by itself.
@@ -46,6 +48,7 @@ class Facts:
     lora: bool = False
     in_process: bool = False
     version: str = ""
+    before: int = 0
 
 
 class VLLMClient(ABC):

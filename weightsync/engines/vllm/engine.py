@@ -102,7 +102,7 @@ class VLLMEngine(Engine):
             {
                 "op": "init",
                 "scheme": url,
-                "first": first,
+                "first": first - facts.before,
                 "total": total or facts.workers,
                 "targets": self._targets,
             },

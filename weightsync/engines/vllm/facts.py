@@ -15,13 +15,17 @@ def facts_of(engine: Any) -> Facts:
     """
     config = engine.vllm_config
     parallel = config.parallel_config
-    core = type(getattr(engine, "engine_core", None)).__name__
+    core = getattr(engine, "engine_core", None)
+    index = getattr(parallel, "data_parallel_index", 0)
+    # All ranks of an AsyncLLM that balances their load; one if something outside does.
+    ranks = list(getattr(core, "engine_ranks_managed", ())) or [index]
     return Facts(
         backend=getattr(getattr(config, "weight_transfer_config", None), "backend", None),
-        workers=int(parallel.world_size * parallel.data_parallel_size),
+        workers=int(parallel.world_size * len(ranks)),
         lora=getattr(config, "lora_config", None) is not None,
-        in_process=core.startswith("InprocClient"),
+        in_process=type(core).__name__.startswith("InprocClient"),
         version=_installed(),
+        before=int(parallel.world_size * min(ranks)),
     )
 
 
