@@ -45,7 +45,7 @@ class Mortal(ModuleEngine):
             raise ws.EngineDiedError("its process is gone")
 
 
-def receive(state, scheme, id="r", count=3, apply_timeout=4.0, words=""):
+def receive(state, scheme, id="r", count=3, apply_timeout=2.0, words=""):
     state.engines = {name: Mortal(constants(-1, **SHAPE)) for name in "abc"[:count]}
     if words:
         state.engines["b"].connect = lambda url, deadline: (_ for _ in ()).throw(
@@ -70,12 +70,10 @@ def held(state):
     return {name: value_of(engine.target) for name, engine in state.engines.items()}
 
 
-@pytest.fixture(params=["shm", "disk", "nccl"])
+@pytest.fixture(params=["shm", "nccl"])
 def scheme(request, run_dir):
     if request.param == "shm":
         return ws.DoubleBufferScheme(run_dir, slots=3)
-    if request.param == "disk":
-        return ws.DiskScheme(run_dir, keep=2)
     return ws.NCCLScheme(backend="gloo", bucket_mb=1, peer_timeout=2.0, buffers=3)
 
 
