@@ -397,6 +397,10 @@ class Fleet:
             unchecked += [f"{before}{name}" for name in found.unchecked]
         return Verification(update.version, checked, tuple(different), tuple(unchecked))
 
+    def answers(self) -> dict[str, str | None]:
+        """What each engine says of fixed inputs."""
+        return {member.name: member.engine.answers() for member in self.alive}
+
 
 def _key(engine: Engine) -> tuple[int, str]:
     """The part of an object that an engine changes: adapters of one LLM have their own names."""

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -475,8 +476,13 @@ class Receiver:
         """Whether updates go to this very object, and not to something it was copied from."""
         return any(e.target is target or e is target for e in self.engines.values())
 
-    def verify_weights(self) -> Verification:
-        """Compare what the engine holds with the version it claims.
+    def verify_weights(self, answers: bool = False) -> Verification:
+        """Compare what the engine holds with the version it claims. Changes nothing.
+
+        Args:
+            answers: where something cannot be compared, compare what the engine answers before
+                and after the version is loaded anew. It is an update like any other, and says
+                something only while no requests run: batches change log-probabilities.
 
         Raises:
             EngineUnusableError: it claims none.
@@ -486,7 +492,14 @@ class Receiver:
             if self._held is None or self.version is None:
                 raise EngineUnusableError(f"receiver {self.id!r} holds no version to compare with")
             self._held.snapshot.verify()
-            return self._fleet.verify(self._held)
+            found = self._fleet.verify(self._held)
+            if not (answers and found.unchecked):
+                return found
+            before = self._fleet.answers()
+            self.apply_weights(self._held.version)
+            after = self._fleet.answers()
+            told = None not in (*before.values(), *after.values())
+            return replace(found, answers=before == after if told else None)
 
     # ---------------------------------------------------------------- from an event loop
 
@@ -513,9 +526,9 @@ class Receiver:
         """As :meth:`apply_weights`."""
         return await _in_thread(partial(self.apply_weights, version, timeout))
 
-    async def verify_weights_async(self) -> Verification:
+    async def verify_weights_async(self, answers: bool = False) -> Verification:
         """As :meth:`verify_weights`."""
-        return await _in_thread(self.verify_weights)
+        return await _in_thread(lambda: self.verify_weights(answers))
 
     async def shutdown_async(self) -> None:
         """As :meth:`shutdown`."""

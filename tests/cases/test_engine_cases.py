@@ -104,6 +104,32 @@ def test_q4_verify_finds_and_names_what_the_engine_holds_wrongly(ends, damage, n
     assert not found.ok
 
 
+class Answering(FakeEngine):
+    """One whose tensors nobody can look at."""
+
+    def verify(self, update):
+        names = tuple(update.snapshot.manifest.by_name)
+        return ws.Verification(update.version, 0, (), names)
+
+    def answers(self):
+        return self.generate([1, 2])
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_q4_an_engine_that_cannot_be_looked_into_is_judged_by_its_answers(ends, stale):
+    engine = Answering(SHAPES, FUSED)
+    sender, receiver = attached(ends, engine)
+    sender.update_weights(weights(1), version=1)
+    if stale:
+        flip_bit(engine.parameters["norm"], 9, 3)
+    assert receiver.verify_weights().answers is None
+    found = receiver.verify_weights(answers=True)
+    assert found.answers is not stale
+    assert found.ok is not stale
+    assert set(found.unchecked) == set(SHAPES)
+    assert_holds(engine, weights(1))
+
+
 def test_q4_nan_payloads_are_compared_by_bits(ends):
     one = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     engine = FakeEngine({"w": (1,)})
