@@ -95,11 +95,11 @@ def drip(handler):
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
-    for _ in range(100):
+    for _ in range(200):
         try:
             handler.wfile.write(b" ")
             handler.wfile.flush()
         except OSError:
             return
-        time.sleep(0.05)
+        time.sleep(0.02)
     handler.close_connection = True

@@ -251,7 +251,7 @@ def test_a_request_that_is_not_answered_ends_at_its_deadline(server):
 def test_an_answer_that_never_ends_ends_at_its_deadline(server):
     server.replies["/weight_info"] = drip
     with pytest.raises(ws.DeadlineError):
-        ws.VLLMServer(server.url).weight_label(timeout=0.3)
+        ws.VLLMServer(server.url).weight_label(timeout=1.0)
 
 
 def test_an_answer_that_is_too_long_is_not_read(server, monkeypatch):
