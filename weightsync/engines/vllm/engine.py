@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Update, Verification
-from weightsync.engines.vllm.client import BACKEND, GRACE, Facts, Mode, VLLMClient
+from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
+from weightsync.engines.vllm.pause import Pause
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError
 from weightsync.version import Version
 
@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         self._mode = mode
         self._targets = tuple(targets)
         self._wake = wake
-        self._was_paused = False
+        self._pause = Pause(client, mode)
         self._asleep: tuple[str, ...] = ()
         self._deep: int | None = 0
         self._lost = False
@@ -95,12 +95,9 @@ class VLLMEngine(Engine):
 
     def connect(self, url: str, deadline: Deadline) -> None:
         facts = self.client.facts(deadline)
-        self._require_backend(facts)
-        if facts.in_process and self._mode == "wait":
-            raise EngineError(
-                "mode='wait' needs an engine that goes on by itself: this LLM's shares its "
-                "process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use 'keep' or 'abort'"
-            )
+        self.client.require_backend(facts)
+        if self._mode == "wait":
+            self.client.require_progress(facts)
         first, total = self._numbered
         self._ask(
             {
@@ -114,23 +111,9 @@ class VLLMEngine(Engine):
         )
         self._deep = self.client.deep_sleeps()
 
-    def _require_backend(self, facts: Facts) -> None:
-        if facts.backend != BACKEND:
-            made = f"with backend={facts.backend!r}" if facts.backend else "without one"
-            raise EngineError(
-                f"the {self.client.name} takes no weights: it was made with "
-                f"weight_transfer_config {made}; make it with "
-                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
-            )
-
     # ---------------------------------------------------------------- while requests run
 
     def stage(self, update: Update, deadline: Deadline) -> None:
-        # An engine that its user paused or put to sleep is left so, but not one that a driver of
-        # ours paused and did not live to resume.
-        self._was_paused = self.client.is_paused(deadline) and not any(
-            answer.get("paused") for answer in self._ask({"op": "status"}, deadline, check=False)
-        )
         answers = self._lease(update, deadline)
         self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
         # Between two steps of the model, and before anything is paused or touched. The memory of
@@ -168,9 +151,8 @@ class VLLMEngine(Engine):
     # ---------------------------------------------------------------- while they are paused
 
     def pause(self, deadline: Deadline) -> None:
-        if not self._was_paused:
-            self._ask({"op": "pausing"}, deadline)
-            self.client.pause(self._mode, deadline)
+        # An engine that its user paused or put to sleep is left so.
+        self._pause.begin(deadline)
         if "weights" in self._asleep:
             self.client.wake(["weights"], deadline)
 
@@ -216,38 +198,19 @@ class VLLMEngine(Engine):
         return sorted({name for answer in answers for name in answer["invalid"]})
 
     def flush(self, deadline: Deadline) -> None:
-        # Running requests were kept with their old cache blocks: they are preempted, so that
-        # theirs is computed anew too; without it vLLM refuses while any block is in use.
-        if deadline.wait(lambda: self.client.reset_prefix_cache(deadline) or None) is None:
-            raise EngineError("vLLM did not confirm that its prefix cache is empty")
-        # Outputs of vision and audio encoders are computed with weights, too. What vLLM calls its
-        # multimodal cache holds processed inputs, and is left alone.
-        self.client.reset_encoder_cache(deadline)
+        self.client.flush(deadline)
 
     def label(self, version: Version | None) -> None:
         self.client.set_version(str(version) if version else "unusable", Deadline(GRACE))
 
     def resume(self) -> None:
-        deadline = Deadline(GRACE)
-        if self._asleep and self._wake == "all":
-            self.client.wake([tag for tag in self._asleep if tag != "weights"], deadline)
-            self._was_paused = False
-        if not self._was_paused:
-            self._insist_on_resuming(deadline)
-            with contextlib.suppress(Exception):  # the engine itself runs
-                self._ask({"op": "resumed"}, deadline, check=False)
-
-    def _insist_on_resuming(self, deadline: Deadline) -> None:
-        """An engine that stays paused is worse than one that fails."""
-        while True:
-            try:
-                return self.client.resume(deadline)
-            except EngineDiedError:
-                raise
-            except EngineError:  # data-parallel ranks may still be on their way into the pause
-                if deadline.expired:
-                    raise
-                time.sleep(min(0.1, deadline.remaining))
+        woken = bool(self._asleep) and self._wake == "all"
+        try:
+            if woken:
+                rest = [tag for tag in self._asleep if tag != "weights"]
+                self.client.wake(rest, Deadline(GRACE))
+        finally:
+            self._pause.end(in_any_case=woken)
 
     # ---------------------------------------------------------------- at other times
 

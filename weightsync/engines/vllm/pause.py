@@ -48,10 +48,14 @@ class Pause:
             self._ask("pausing", deadline)
             self._client.pause(self._mode, deadline)
 
-    def end(self) -> None:
-        """Let requests go on, if ``begin`` has stopped them. To be called in any case."""
+    def end(self, in_any_case: bool = False) -> None:
+        """Let requests go on, if ``begin`` has stopped them. To be called whatever happens.
+
+        Args:
+            in_any_case: also if their user has.
+        """
         try:
-            if self._began:
+            if self._began or in_any_case:
                 self._insist_on_resuming(Deadline(GRACE))
                 self._began = False
                 with contextlib.suppress(Exception):  # the engine itself runs
