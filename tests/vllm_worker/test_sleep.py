@@ -63,7 +63,8 @@ class Worker:
 def values(model):
     (packed,) = [cell.cell_contents for cell in model.kernel.__closure__]
     return [
-        set(t.tolist()) for t in (model.weight, model.table, model.workspace, packed, *model.stacked)
+        set(t.tolist())
+        for t in (model.weight, model.table, model.workspace, packed, *model.stacked)
     ]
 
 

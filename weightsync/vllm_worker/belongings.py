@@ -6,6 +6,7 @@ closure, matrices absorbed into others, workspaces. They are found by walking wh
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections.abc import Collection, Iterator
@@ -19,7 +20,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _CACHES = ("kv_cache",)
 """Attributes that hold what requests leave behind: no weights."""
 
-_FOREIGN = ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.lora.request")
+_FOREIGN = ("vllm.config", "vllm.compilation", "vllm.distributed", "vllm.platforms")
 """Modules whose objects belong to the process, not to a layer."""
 
 
@@ -54,7 +55,7 @@ class Memory:
                 self.tensors[path] = value
             elif isinstance(value, (dict, list)):
                 self._remember(value)
-            elif hasattr(value, "__dict__"):
+            elif _is_helper(value):
                 self._remember(vars(value))
                 if isinstance(value, nn.Module):
                     for name in _REGISTERED:
@@ -134,4 +135,5 @@ def _is_method(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype))
+    plain = (bool, int, float, str, bytes, type, enum.Enum, torch.dtype)
+    return value is None or isinstance(value, plain)
