@@ -62,6 +62,16 @@ def greedy(llm, request=None, prompts=PROMPTS, count=10):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def require_from_either(answers, models, prompt):
+    """Each token is what one of two models says after those before it."""
+    whole = [tuple(expected(model, [prompt], len(answers[0]))[0]) for model in models]
+    mixed = {tuple(tokens) for tokens in answers} - set(whole)
+    for tokens in list(mixed)[:5]:
+        for place, token in enumerate(tokens):
+            so_far = [*prompt, *tokens[:place]]
+            assert [token] in [expected(model, [so_far], 1)[0] for model in models]
+
+
 @pytest.fixture(scope="module")
 def base():
     return make_model(llama_config(), seed=1)

@@ -116,17 +116,17 @@ def _look(path: str, stacked: bool, config: Any) -> None:
         EngineError: this worker does not see the files, or its vLLM would compute something else.
         ValueError, TypeError: vLLM refuses the configuration.
     """
-    from vllm.lora.peft_helper import PEFTHelper
-
     try:
         with open(os.path.join(path, CONFIG_NAME), "rb") as file:
             options = json.load(file)
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"the worker on {socket.gethostname()} does not see the files that the receiver on "
-            f"its side wrote ({error}): both need the same directory, and the right to read it; "
+            f"on {socket.gethostname()} it does not see the files that the receiver wrote "
+            f"({error}): both need the same directory, and the right to read it; "
             "VLLMAdapter(..., directory=...) chooses one"
         ) from None
+    from vllm.lora.peft_helper import PEFTHelper
+
     # Releases that do not know an option leave it aside, and compute something else.
     known = PEFTHelper.__dataclass_fields__
     unknown = [name for name in _MATTERS if options.get(name) and name not in known]
