@@ -163,15 +163,19 @@ class AsyncLLMClient(VLLMClient):
             raise EngineError("the event loop of the AsyncLLM does not run")
         future = asyncio.run_coroutine_threadsafe(start(), loop)
         try:
-            self._wait(future, Deadline(deadline.remaining + GRACE), what)
+            self._wait(future, loop, Deadline(deadline.remaining + GRACE), what)
         except BaseException:
             future.cancel()
             raise
         return _result(future, what)
 
-    def _wait(self, future: Future[T], deadline: Deadline, what: str) -> None:
+    def _wait(
+        self, future: Future[T], loop: asyncio.AbstractEventLoop, deadline: Deadline, what: str
+    ) -> None:
         while not wait([future], timeout=min(0.1, deadline.remaining)).done:
             self.require_alive()
+            if not loop.is_running():
+                raise EngineError(f"the event loop of the AsyncLLM ended during {what}")
             if deadline.expired:
                 raise DeadlineError(f"vLLM's {what} did not return within {deadline.seconds:.1f} s")
 
