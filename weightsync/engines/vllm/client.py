@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from weightsync.deadline import Deadline, call_with_deadline
-from weightsync.errors import EngineError
+from weightsync.errors import EngineDiedError, EngineError
 
 BACKEND = "weightsync"
 """The name under which vLLM knows the plug-in."""
@@ -198,4 +198,9 @@ class VLLMClient(ABC):
         # vLLM's own RPC timeouts leave replies behind that later calls would get. The workers
         # keep the deadline themselves; this catches those that do not answer at all.
         within = Deadline(deadline.remaining + GRACE)
-        return call_with_deadline(function, within, f"vLLM's {what}", self.require_alive)
+        try:
+            return call_with_deadline(function, within, f"vLLM's {what}", self.require_alive)
+        except Exception as error:
+            if type(error).__name__ == "EngineDeadError":  # vLLM's own, of the next calls
+                raise EngineDiedError(f"vLLM's engine process died: {error!s:.500}") from error
+            raise
