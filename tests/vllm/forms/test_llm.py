@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -67,24 +68,45 @@ class Stepped(Running):
         return Answer.of(self._step_until(lambda output: output.finished))
 
 
-@pytest.fixture(scope="module")
-def form(tmp_path_factory):
+@contextmanager
+def llm_form(folder, **changes):
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    folder = tmp_path_factory.mktemp("llama")
     LLMForm.config.save_pretrained(folder)
     transfer = WeightTransferConfig(backend="weightsync")
-    llm = LLM(**engine_arguments(folder, weight_transfer_config=transfer))
+    llm = LLM(**engine_arguments(folder, weight_transfer_config=transfer, **changes))
     yield LLMForm(llm)
     stop(llm)
 
 
 class TestLLM(EngineSuite):
-    pass
+    @pytest.fixture(scope="class")
+    def form(self, tmp_path_factory):
+        with llm_form(tmp_path_factory.mktemp("llama")) as form:
+            yield form
 
 
-@pytest.mark.skipif(os.environ.get(ALONE) == "0", reason="it is the one that runs now")
+parallel = pytest.mark.skipif(os.environ.get(ALONE) == "0", reason="takes several processes")
+
+
+@parallel
+class TestTensorParallel(EngineSuite):
+    @pytest.fixture(scope="class")
+    def form(self, tmp_path_factory):
+        with llm_form(tmp_path_factory.mktemp("tensor"), tensor_parallel_size=2) as form:
+            yield form
+
+
+@parallel
+class TestPipelineParallel(EngineSuite):
+    @pytest.fixture(scope="class")
+    def form(self, tmp_path_factory):
+        with llm_form(tmp_path_factory.mktemp("pipeline"), pipeline_parallel_size=2) as form:
+            yield form
+
+
+@parallel
 @pytest.mark.timeout(500)
 def test_an_llm_in_one_process_takes_the_suite_too():
     done = subprocess.run(
