@@ -153,7 +153,10 @@ class Engine(ABC):
         """Let requests go on."""
 
     def lost_weights(self) -> bool:
-        """Whether the engine dropped its weights since the last ``apply``, as in deep sleep."""
+        """Whether the engine dropped its weights since the last ``apply``, as in deep sleep.
+
+        Asked often. Whatever it raises means that it cannot be relied on, and is to be loaded anew.
+        """
         return False
 
     def verify(self, update: Update) -> Verification:

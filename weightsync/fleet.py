@@ -66,8 +66,7 @@ class Member:
             return False
         try:
             return self.engine.lost_weights()
-        except Exception as error:
-            log.warning("engine %s does not say what it holds: %s", self.name, words_of(error))
+        except Exception:
             return True
 
     def require_ready(self) -> None:
@@ -78,14 +77,17 @@ class Member:
         if self.version is None:
             why = f": {self.error}" if self.error else ", none has arrived yet"
             raise EngineUnusableError(f"engine {self.name!r} ({self.state}) holds no version{why}")
-        if self.lost_weights():
+        try:
+            lost = self.engine.lost_weights()
+        except Exception as error:
+            why = f"does not say what it holds: {words_of(error)}"
+            raise EngineUnusableError(f"engine {self.name!r} {why}") from None
+        if lost:
             raise EngineUnusableError(f"engine {self.name!r} lost its weights in sleep")
 
     def take(self, attempt: Attempt, version: Version) -> None:
         """Stand where an attempt at a version has led to."""
-        if not self.state == attempt.state == "dead":  # its death was said when it died
-            self.attempted = version
-        self.version, self.state = attempt.held, attempt.state
+        self.attempted, self.version, self.state = version, attempt.held, attempt.state
         self.error = attempt.words
         self.seconds = Seconds(apply=attempt.total, pause=attempt.pause, total=attempt.total)
 

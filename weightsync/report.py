@@ -75,15 +75,10 @@ class ReceiverReport:
     seconds: Seconds = field(default_factory=Seconds)
     engines: tuple[EngineReport, ...] = ()
 
-    def lacks(self, version: Version) -> bool:
-        """Whether it holds an older version or none, or one of its engines died of this one.
-
-        A dead engine is said once: the next version goes to the others.
-        """
-        if self.version is None or self.version < version:
-            return True
-        dead = [engine for engine in self.engines if engine.state == "dead"]
-        return any(engine.attempted == version for engine in dead)
+    @property
+    def dead_engines(self) -> frozenset[str]:
+        """Names of those of its engines that are gone, while it lives."""
+        return frozenset(engine.engine for engine in self.engines if engine.state == "dead")
 
     def __str__(self) -> str:
         held = f"holds {self.version}" if self.version else "holds no version"
@@ -124,8 +119,8 @@ class SyncReport:
     notes: tuple[str, ...] = ()
 
     def behind(self) -> tuple[ReceiverReport, ...]:
-        """The receivers that do not hold this version, or lost an engine on the way to it."""
-        return tuple(r for r in self.receivers if r.lacks(self.version))
+        """The receivers that do not hold this version."""
+        return tuple(r for r in self.receivers if r.version is None or r.version < self.version)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for logs."""

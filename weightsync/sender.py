@@ -86,6 +86,7 @@ class Sender:
         self._version: Version | None = None
         self._tried = -1
         self._attached: list[Receiver] = []
+        self._dead_engines: dict[str, frozenset[str]] = {}
         self._busy = threading.Lock()
         self._updating: int | None = None
         if model is not None:
@@ -309,7 +310,7 @@ class Sender:
             self._version = new
             report = self._drive(report, wait, deadline, receivers)
         report = replace(report, seconds=replace(report.seconds, total=time.perf_counter() - began))
-        failures = report.behind()
+        failures = (*report.behind(), *self._bereaved(report))
         if failures and not report.skipped:
             words = "; ".join(map(str, failures))
             raise ReceiverError(f"version {new.number}: {words}", failures, report)
@@ -354,6 +355,16 @@ class Sender:
             pause=max((r.seconds.pause for r in answers.values()), default=0.0),
         )
         return replace(report, receivers=tuple(answers.values()), seconds=slowest)
+
+    def _bereaved(self, report: SyncReport) -> list[ReceiverReport]:
+        """The receivers that have the version, and lost an engine since that was last looked at."""
+        found = []
+        for receiver in report.receivers:
+            known = self._dead_engines.get(receiver.receiver, frozenset())
+            self._dead_engines[receiver.receiver] = receiver.dead_engines
+            if receiver.dead_engines - known and receiver not in report.behind():
+                found.append(receiver)
+        return found
 
     def receivers(self) -> list[ReceiverReport]:
         """What every known receiver last said of itself."""

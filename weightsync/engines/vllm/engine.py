@@ -73,6 +73,8 @@ class VLLMEngine(Engine):
         self._asleep: tuple[str, ...] = ()
         self._deep: int | None = 0
         self._lost = False
+        self._loaded: Version | None = None
+        self._updating = False
         self._looked = Deadline(0)
         self._numbered = (0, 0)
 
@@ -151,6 +153,7 @@ class VLLMEngine(Engine):
     # ---------------------------------------------------------------- while they are paused
 
     def pause(self, deadline: Deadline) -> None:
+        self._updating = True
         # An engine that its user paused or put to sleep is left so.
         self._pause.begin(deadline)
         if "weights" in self._asleep:
@@ -160,7 +163,7 @@ class VLLMEngine(Engine):
         deep = self.client.deep_sleeps()
         for target in self._targets:
             self._load(target, update, deadline)
-        self._deep, self._lost = deep, False
+        self._deep, self._lost, self._loaded = deep, False, update.version
 
     def _load(self, target: Target, update: Update, deadline: Deadline) -> None:
         try:
@@ -210,18 +213,24 @@ class VLLMEngine(Engine):
                 rest = [tag for tag in self._asleep if tag != "weights"]
                 self.client.wake(rest, Deadline(GRACE))
         finally:
+            self._updating = False
             self._pause.end(in_any_case=woken)
 
     # ---------------------------------------------------------------- at other times
 
     def lost_weights(self) -> bool:
+        self.client.require_alive()
         deep = self.client.deep_sleeps()
         if deep is not None:
             return deep != self._deep
-        if self._looked.expired:  # asked in every poll: not every time over a wire
+        # Asked in every poll: not every time over a wire, nor in the middle of an update.
+        if self._looked.expired and not self._updating:
             self._looked = Deadline(_LOOK)
             answers = self._ask({"op": "status"}, Deadline(GRACE), check=False)
-            self._lost = any(set(self._targets) & set(answer.get("lost", ())) for answer in answers)
+            slept = any(set(self._targets) & set(answer.get("lost", ())) for answer in answers)
+            # One that was started anew, unnoticed, answers as well, and has never heard of it.
+            held = None if self._loaded is None else list(self._loaded)
+            self._lost = slept or any(answer["held"] != held for answer in answers)
         return self._lost
 
     def verify(self, update: Update) -> Verification:
