@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -233,6 +234,31 @@ def test_an_engine_that_died_behind_its_server_is_dead(server):
     server.replies["/health"] = (503, b"")
     with pytest.raises(ws.EngineDiedError, match="EngineCore encountered"):
         client_of(server).resume(soon())
+
+
+@pytest.mark.parametrize("health", ["dead", "gone"])
+def test_a_server_whose_engine_dies_under_a_call_is_not_waited_for(server, health):
+    """vLLM's does not answer such a call any more."""
+    ended = threading.Event()
+
+    def reply(handler):
+        if health == "dead":
+            server.replies["/health"] = (503, b"")
+        else:
+            threading.Thread(target=server.close).start()
+        ended.wait(30)
+        return 200, b""
+
+    server.replies["/resume"] = reply
+    with pytest.raises(ws.EngineDiedError, match="is dead" if health == "dead" else "no more"):
+        client_of(server).resume(Deadline(60))
+    ended.set()
+
+
+def test_a_server_that_takes_its_time_is_waited_for(server):
+    server.replies["/resume"] = lambda handler: time.sleep(2.5) or (200, b"")
+    client_of(server).resume(soon())
+    assert "/health" in server.routes()
 
 
 def test_a_connection_that_breaks_is_no_death_of_a_server_that_answers(server):

@@ -170,17 +170,27 @@ class Connection:
             said = f"{said} (it {advice}: VLLMServer(url, token=...), its --api-key)"
         elif status == 404 and words == "Not Found":
             said = f"{self.url} has no {route}: {_DEV_MODE}"
-        elif status >= 500 and self._health() in (None, 503):
+        elif status >= 500 and self.health() in (None, 503):
             return EngineDiedError(f"{said} (and its /health says that the engine is dead)")
         return RouteError(said, status)
 
     def _broken(self, route: str, error: httpx.HTTPError) -> EngineError:
         words = self._hidden(f"{type(error).__name__}: {error}")[:_WORDS]
-        if self._health() == 200:
+        if self.health() == 200:
             return EngineError(f"the connection to {self.url} broke in {route}: {words}")
         return EngineDiedError(f"{self.url} is gone, or was never there: {words}")
 
-    def _health(self) -> int | None:
+    def require_alive(self) -> None:
+        """
+        Raises:
+            EngineDiedError: nobody listens any more, or the server says that its engine is dead.
+        """
+        health = self.health()
+        if health in (None, 503):
+            said = "says that its engine is dead" if health else "listens no more"
+            raise EngineDiedError(f"{self.url} {said}")
+
+    def health(self) -> int | None:
         """The status that its ``/health`` answers; 0: nothing in time; None: nobody is there."""
         try:
             return self._exchange("GET", "/health", Deadline(_HEALTH), None, None)[0].status_code
