@@ -19,7 +19,7 @@ from tests.vllm.forms.test_llm import LLMForm
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(60, func_only=True),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -82,6 +82,11 @@ def tokens_of(llm, prompts, count):
         use_tqdm=False,
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture
+def path(run_dir):
+    return run_dir
 
 
 @pytest.fixture(scope="module")
