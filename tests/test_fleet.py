@@ -166,6 +166,35 @@ class TestOneDies:
         assert_holds(engines["a"], weights(4))
         assert receiver.status().error is None
 
+    def test_between_two_updates_it_is_refused_at_once_and_named_by_the_next(self, ends):
+        engines = replicas(2)
+        sender, receiver = attached(ends, ws.Replicas(engines))
+        sender.update_weights(weights(1), version=1)
+        engines["a"].dead = True
+        assert not receiver.ready
+        with pytest.raises(ws.EngineUnusableError, match="'a'.*EngineDiedError"):
+            receiver.guard("a").generate([1])
+        assert receiver.guard("b").generate([1])
+        with pytest.raises(ws.EngineError, match="engine 'a': EngineDiedError"):
+            receiver.poll_and_apply()  # which looks after it, and finds it dead
+        assert receiver.ready  # as of those that live
+        with pytest.raises(ws.ReceiverError, match="engine 'a': EngineDiedError"):
+            sender.update_weights(weights(2), version=2)
+        sender.update_weights(weights(3), version=3)
+        assert_holds(engines["b"], weights(3))
+
+    def test_one_that_dies_again_is_named_again(self, ends):
+        engines = replicas(2)
+        sender, _ = attached(ends, ws.Replicas(engines))
+        for number in range(1, 9, 4):
+            engines["a"].fail["load"] = ws.EngineDiedError("killed")
+            with pytest.raises(ws.ReceiverError, match="killed"):
+                sender.update_weights(weights(number), version=number)
+            sender.update_weights(weights(number + 1), version=number + 1)
+            engines["a"].restart()
+            sender.update_weights(weights(number + 2), version=number + 2)
+            assert_holds(engines["a"], weights(number + 2))
+
     def test_all_of_them(self, ends):
         engines = replicas(2)
         sender, receiver = attached(ends, ws.Replicas(engines))

@@ -272,6 +272,7 @@ class FakeEngine(Engine):
         self.paused = False
 
     def lost_weights(self) -> bool:
+        self._require_alive()
         return self._lost
 
     def verify(self, update: Update) -> Verification:
