@@ -19,6 +19,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.live, pytest.mark.slow, pytest.mark.
 UPDATES = 500
 MODELS = 5
 CLIENTS = 4
+BLOCKS = 64
+"""Of the cache: few, as memory that is touched for the first time would look like a leak."""
+
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [42], [5] * 40, list(range(70)), [77, 3]]
 
 NEAR = 1e-3
@@ -179,7 +182,7 @@ def test_hundreds_of_updates_under_a_steady_load(path, tmp_path, record_property
     pauses, failed, uses = [], Counter(), []
     scheme = ws.DoubleBufferScheme(path)
     with (
-        serving(config, tmp_path, enable_scale_out=True) as server,
+        serving(config, tmp_path, enable_scale_out=True, num_gpu_blocks_override=BLOCKS) as server,
         scheme.create_sender() as sender,
         scheme.create_receiver(ws.VLLMServer(server.url, TOKEN)) as receiver,
     ):
