@@ -5,7 +5,6 @@ weights itself; one test compares with an engine that was started from a checkpo
 """
 
 import asyncio
-import os
 import threading
 
 import pytest
@@ -48,26 +47,19 @@ def sharp(config, seed):
 
 
 class Reference:
-    """An engine of this process that takes weights by vLLM's own reload."""
+    """An engine that takes weights by vLLM's own reload, from a checkpoint."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, scratch):
         from vllm import LLM
 
-        former = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
-            self.llm = LLM(**arguments(folder))
-        finally:
-            if former is None:
-                del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-            else:
-                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = former
+        self.llm = LLM(**arguments(folder))
+        self._scratch = scratch
         self._loaded = None
 
     def tokens(self, model, prompts, count):
         if self._loaded is not model:
-            weights = [(name, t.cuda()) for name, t in model.state_dict().items()]
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            model.save_pretrained(self._scratch)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._scratch)})
             self._loaded = model
         self.llm.reset_prefix_cache()
         return tokens_of(self.llm, prompts, count)
@@ -97,8 +89,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(folder):
-    return Reference(folder)
+def reference(folder, tmp_path_factory):
+    made = Reference(folder, tmp_path_factory.mktemp("reference"))
+    yield made
+    stop(made.llm)
 
 
 class OnGPU:

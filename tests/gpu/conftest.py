@@ -1,0 +1,5 @@
+"""Engines are started by spawning: CUDA, once used, does not survive a fork."""
+
+import os
+
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
