@@ -94,7 +94,7 @@ def engine_in_a_thread(folder, config, **changes):
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     try:
-        engine = asyncio.run_coroutine_threadsafe(make(), loop).result(150)
+        engine = asyncio.run_coroutine_threadsafe(make(), loop).result(240)
         try:
             yield engine, loop
         finally:
@@ -284,7 +284,7 @@ def test_log_probabilities_are_those_of_the_model(form, path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 class TestDataParallel(AsyncSuite):
     """Two ranks of a dense model, each an engine core of its own."""
 
