@@ -221,9 +221,11 @@ def test_hundreds_of_updates_under_a_steady_load(path, tmp_path, record_property
     assert load.counts["mixed"] > 0
     record_property("soak", _summary(took, load, pauses, failed, uses))
     print(_summary(took, load, pauses, failed, uses))
-    warm = uses[len(uses) // 5]
-    for (memory, files), (last_memory, last_files) in zip(warm, uses[-1], strict=True):
-        assert last_memory < memory + (32 << 20)
+    # vLLM's caches fill up for a while; what would be left of every update goes on for ever.
+    warm, last = uses[len(uses) * 2 // 5 - 1], uses[-1]
+    size = sum(tensor.nbytes for tensor in models[0].state_dict().values())
+    for (memory, files), (last_memory, last_files) in zip(warm, last, strict=True):
+        assert last_memory < memory + 0.75 * size * (UPDATES * 3 // 5)
         assert last_files < files + 16
 
 
