@@ -172,7 +172,7 @@ class TestOneDies:
         sender.update_weights(weights(1), version=1)
         engines["a"].dead = True
         assert not receiver.ready
-        with pytest.raises(ws.EngineUnusableError, match="'a'.*EngineDiedError"):
+        with pytest.raises(ws.EngineUnusableError, match=r"'a'.*EngineDiedError"):
             receiver.guard("a").generate([1])
         assert receiver.guard("b").generate([1])
         with pytest.raises(ws.EngineError, match="engine 'a': EngineDiedError"):
@@ -306,6 +306,23 @@ class TestOneIsStuck:
         assert engines["a"].version_label.number == 2
         for number in (5, 6, 7):  # and its slot is free again
             sender.update_weights(weights(number), version=number, timeout=WAIT)
+
+    def test_one_that_is_late_and_fails_is_not_brought_back_to_what_is_overwritten(self, ends):
+        engines = replicas(2)
+        sender, receiver = attached(ends, ws.Replicas(engines), slots=3, apply_timeout=0.5)
+        sender.update_weights(weights(1), version=1)
+        engines["a"].stuck["load"] = go_on = threading.Event()
+        engines["a"].fail["load"] = RuntimeError("bad shard")
+        with pytest.raises(ws.ReceiverError, match="come back"):
+            sender.update_weights(weights(2), version=2, timeout=0.5)
+        late = receiver._fleet.member("a").late
+        engines["a"].stuck.clear()
+        go_on.set()
+        late.thread.join(WAIT)
+        assert engines["a"].version_label is None
+        assert "too late" in late.attempt.words
+        sender.update_weights(weights(3), version=3)
+        assert_holds(engines["a"], weights(3))
 
     def test_one_that_is_late_and_whole_is_not_loaded_again(self, ends):
         engines = replicas(2)
@@ -493,9 +510,11 @@ class TestTwoReceiversOfOneEngine:
 class TestRebind:
     def test_to_more_engines_of_which_one_stays(self, ends):
         one, other = fake(), fake()
+        one.close = lambda: pytest.fail("it goes on being used")
         sender, receiver = attached(ends, one)
         sender.update_weights(weights(1), version=1)
         receiver.rebind(ws.Replicas({"one": one, "other": other}))
+        del one.close
         assert receiver.version is None
         sender.update_weights(weights(2), version=2)
         assert states(receiver) == {"one": ("applied", 2), "other": ("applied", 2)}
