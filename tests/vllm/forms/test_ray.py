@@ -1,8 +1,11 @@
 """The shared suite on Ray actors that hold an ``LLM`` or an ``AsyncLLM``."""
 
+import contextlib
 import os
 import time
+from contextlib import contextmanager
 
+import psutil
 import pytest
 
 import weightsync as ws
@@ -52,6 +55,9 @@ class LLMActor:
     def be_busy(self, seconds):
         time.sleep(seconds)
 
+    def stop(self):
+        self.llm.llm_engine.engine_core.shutdown()
+
 
 class AsyncLLMActor:
     def __init__(self, folder):
@@ -91,6 +97,9 @@ class AsyncLLMActor:
 
     async def label(self):
         return await self.engine.get_weight_version()
+
+    async def stop(self):
+        self.engine.shutdown()
 
 
 class ActorForm(Form):
@@ -136,20 +145,24 @@ def cluster():
     ray.shutdown()
 
 
+@contextmanager
 def make_form(cluster, kind, folder):
     Form.config.save_pretrained(folder)
     handle = cluster.remote(num_cpus=0)(kind).remote(str(folder))
     form = ActorForm(handle)
     form.get(handle.label.remote(), START)
-    return form
+    yield form
+    # What vLLM started outlives an actor that is killed.
+    with contextlib.suppress(cluster.exceptions.RayError):
+        form.get(handle.stop.remote())
+    cluster.kill(handle)
 
 
 class TestLLMActor(EngineSuite):
     @pytest.fixture(scope="class")
     def form(self, cluster, tmp_path_factory):
-        form = make_form(cluster, LLMActor, tmp_path_factory.mktemp("llama"))
-        yield form
-        cluster.kill(form.target)
+        with make_form(cluster, LLMActor, tmp_path_factory.mktemp("llama")) as form:
+            yield form
 
     def test_a_busy_actor_is_waited_for_until_the_deadline(self, form, run, monkeypatch):
         monkeypatch.setattr("weightsync.engines.vllm.ray.GRACE", 0.0)
@@ -170,29 +183,43 @@ class TestLLMActor(EngineSuite):
 class TestAsyncLLMActor(EngineSuite):
     @pytest.fixture(scope="class")
     def form(self, cluster, tmp_path_factory):
-        form = make_form(cluster, AsyncLLMActor, tmp_path_factory.mktemp("llama"))
-        yield form
-        cluster.kill(form.target)
+        with make_form(cluster, AsyncLLMActor, tmp_path_factory.mktemp("llama")) as form:
+            yield form
 
 
 def test_an_actor_that_dies_is_named_and_the_other_goes_on(cluster, path, tmp_path):
-    one, other = (make_form(cluster, LLMActor, tmp_path / name) for name in "ab")
+    with (
+        make_form(cluster, LLMActor, tmp_path / "one") as one,
+        make_form(cluster, LLMActor, tmp_path / "other") as other,
+        one_dies_in_an_update(cluster, path, one, other) as model,
+    ):
+        assert other.greedy(PROMPTS, 10) == other.reference(model, PROMPTS, 10)
+
+
+@contextmanager
+def one_dies_in_an_update(cluster, path, one, other):
+    pid = one.get(one.target.__ray_call__.remote(lambda actor: os.getpid()))
+    children = psutil.Process(pid).children(recursive=True)
     scheme = ws.DoubleBufferScheme(path)
     replicas = ws.Replicas({"one": one.target, "other": other.target})
-    with scheme.create_sender() as sender, scheme.create_receiver(replicas) as receiver:
-        sender.connect()
-        receiver.connect(timeout=WAIT)
-        sender.update_weights(one.model(1), version=1)
-        receiver.poll_and_apply()
-        client = receiver.engines["one"].client
-        model = one.model(2)
-        sender.update_weights(model, version=2)
-        with (
-            stepped(client, before=at("load", lambda: cluster.kill(one.target))),
-            pytest.raises(ws.EngineError, match=r"'one': .*LLMActor"),
-        ):
+    try:
+        with scheme.create_sender() as sender, scheme.create_receiver(replicas) as receiver:
+            sender.connect()
+            receiver.connect(timeout=WAIT)
+            sender.update_weights(one.model(1), version=1)
             receiver.poll_and_apply()
-        states = {each.engine: each.state for each in receiver.status().engines}
-        assert states == {"one": "dead", "other": "applied"}
-        assert other.greedy(PROMPTS, 10) == other.reference(model, PROMPTS, 10)
-    cluster.kill(other.target)
+            model = one.model(2)
+            sender.update_weights(model, version=2)
+            client = receiver.engines["one"].client
+            with (
+                stepped(client, before=at("load", lambda: cluster.kill(one.target))),
+                pytest.raises(ws.EngineError, match=r"'one': .*LLMActor"),
+            ):
+                receiver.poll_and_apply()
+            states = {each.engine: each.state for each in receiver.status().engines}
+            assert states == {"one": "dead", "other": "applied"}
+            yield model
+    finally:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
