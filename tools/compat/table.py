@@ -94,7 +94,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         ),
         need("vllm.v1.worker.cpu_worker:CPUWorker.start_weight_update"),
         *(
-            need(reference, since="0.26", without="draft models take no weights; said so")
+            need(reference, since="0.26", without="the engine is pointed at the draft by ours")
             for reference in (
                 f"{_WORKER}.start_draft_weight_update",
                 f"{_WORKER}._set_draft_weight_update_target",
@@ -114,6 +114,7 @@ TABLE: dict[str, tuple[Need, ...]] = {
         need(f"{_RELOAD}.layerwise:_finalize_attention_layer(layer, info, model_config)"),
         need(f"{_RELOAD}.layerwise:_copy_and_restore_kernel_tensors(layer, info)"),
         need(f"{_RELOAD}.layerwise:LOADING_LAYERS"),
+        need(f"{_RELOAD}.meta:materialize_meta_tensor(meta_tensor)"),
         need(
             f"{_RELOAD}.layerwise:is_deferred_attention_layer",
             f"{_RELOAD}.layerwise:MLAAttention",

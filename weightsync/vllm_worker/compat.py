@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -225,7 +226,8 @@ def finish_layers(model: nn.Module, model_config: Any) -> list[nn.Module]:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     _, tied = _survey(model)
-    finalize_layerwise_reload(model, model_config)
+    with _zeroed():
+        finalize_layerwise_reload(model, model_config)
     return tied
 
 
@@ -323,8 +325,27 @@ def load(
         seen.add(_storage(written.data))
         wrote(written)
 
-    with _DirectWrites(model, note):
+    with _zeroed(), _DirectWrites(model, note):
         loader.load_weights(weights)
+
+
+@contextmanager
+def _zeroed() -> Iterator[None]:
+    """Memory that a layer is loaded into is zero where nothing is loaded.
+
+    vLLM leaves what was there: padding would differ from one load to the next.
+    """
+    from vllm.model_executor.model_loader.reload import meta
+
+    materialize = meta.materialize_meta_tensor
+
+    def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = materialize(tensor)
+        made.data.zero_()
+        return made
+
+    with patch.object(meta, "materialize_meta_tensor", zeroed):
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ from weightsync.scheme import scheme_from_url
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
+
+_PATIENCE = 5.0
+"""Seconds that the end of a worker waits for a version that is still being opened."""
 
 
 @dataclass
@@ -54,6 +57,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     driven: bool = False
 
 
+@dataclass(eq=False)
+class _Staging:
+    """A version on its way to be staged, in a thread of its own."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+
+
 class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """One per worker process. See the module's docstring for how it reports."""
 
@@ -65,7 +75,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._url: str | None = None
         self._subscriber: Subscriber | None = None
         self._snapshot: Snapshot | None = None
-        self._staging: threading.Thread | None = None
+        self._staging: _Staging | None = None
+        self._last_staging: _Staging | None = None
+        self._switching = threading.Lock()
         self._staged: Version | None = None
         self._held: Version | None = None
         self._error: str | None = None
@@ -112,12 +124,13 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         watch = sleep.watch(worker)
         more: dict[str, Any] = {}
         self._guard(lambda: more.update(self._obey(json.loads(request)) or {}))
-        return json.dumps(
+        staging = self._staging is not None and not self._staging.over.is_set()
+        return json.dumps(  # an error that comes from here on is told next time
             {
                 **more,
                 "rank": self._number,
+                "staging": staging,
                 "error": self._error,
-                "staging": self._staging is not None and self._staging.is_alive(),
                 "staged": self._staged,
                 "held": self._held,
                 "paused": self._paused,
@@ -138,16 +151,11 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif op == "stage":
             self._end_former_session()
             self._release()
-            self._error = None  # after the former staging has ended, which may have failed
+            self._error = None
             deadline = Deadline(float(request["timeout"]))
             self._driver = request.get("driver")
             url, version = str(request["scheme"]), Version.parse(request["version"])
-            self._staging = threading.Thread(
-                target=lambda: self._guard(lambda: self._stage(url, version, deadline)),
-                name="weightsync stage",
-                daemon=True,
-            )
-            self._staging.start()
+            self._stage_in_background(url, version, deadline)
         elif op == "abandon":
             self._error = self._error or "abandoned: another worker failed"
             compat.end_session(self._worker)
@@ -221,14 +229,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._driven = self._driven or update_info.driven
         version = Version.parse(update_info.version)
         deadline = Deadline(float(update_info.timeout))
-        if self._staging is not None:
-            self._staging.join(deadline.remaining)
-            if self._staging.is_alive():
-                raise DeadlineError(f"version {version} was not verified within its deadline")
+        if self._staging is not None and not self._staging.over.wait(deadline.remaining):
+            raise DeadlineError(f"version {version} was not verified within its deadline")
         if self._error:
             return
         if self._staged != version:
-            self._stage(update_info.scheme, version, deadline)
+            self._keep(self._open(update_info.scheme, version, deadline), version)
         assert self._snapshot is not None
         self._held = None  # until all of the update's targets are finished
         # The reload keeps references to these views until it is finished: so does the lease.
@@ -257,6 +263,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._release()
+        if self._last_staging is not None:
+            self._last_staging.over.wait(_PATIENCE)
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
@@ -286,13 +294,54 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._url = url
         return self._subscriber
 
-    def _stage(self, url: str, version: Version, deadline: Deadline) -> None:
+    def _stage_in_background(self, url: str, version: Version, deadline: Deadline) -> None:
+        former, self._staging = self._last_staging, _Staging()
+        staging = self._last_staging = self._staging
+
+        def run() -> None:
+            snapshot = None
+            try:
+                # One that was given up may still be at it: nothing waits for it but this one.
+                if former is not None and not former.over.wait(deadline.remaining):
+                    raise DeadlineError("a version asked for earlier is still being opened")
+                snapshot = self._open(url, version, deadline)
+            except Exception as error:
+                self._settle(staging, version, None, error)
+            else:
+                self._settle(staging, version, snapshot, None)
+            finally:
+                staging.over.set()
+
+        threading.Thread(target=run, name="weightsync stage", daemon=True).start()
+
+    def _settle(
+        self,
+        staging: _Staging,
+        version: Version,
+        snapshot: Snapshot | None,
+        error: Exception | None,
+    ) -> None:
+        """What came of a staging counts unless it was given up meanwhile."""
+        with self._switching:
+            if staging is self._staging:
+                if error is not None:
+                    self._record(error)
+                elif snapshot is not None:
+                    self._keep(snapshot, version)
+                return
+        if snapshot is not None:
+            snapshot.close()
+
+    def _open(self, url: str, version: Version, deadline: Deadline) -> Snapshot:
         snapshot = self._connect(url).snapshot(version, deadline)
         try:
             snapshot.verify()
         except BaseException:
             snapshot.close()
             raise
+        return snapshot
+
+    def _keep(self, snapshot: Snapshot, version: Version) -> None:
         self._release_snapshot()
         self._snapshot, self._staged = snapshot, version
         self._watch_driver(snapshot)
@@ -398,8 +447,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 yield alias, snapshot.tensor(alias)
 
     def _release(self) -> None:
-        if self._staging is not None:
-            self._staging.join()
+        with self._switching:  # never waits for a staging: requests would wait with it
             self._staging = None
         self._release_snapshot()
 
@@ -412,7 +460,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             action()
         except Exception as error:
-            self._error = self._error or f"{type(error).__name__}: {error}"
+            self._record(error)
+
+    def _record(self, error: Exception) -> None:
+        self._error = self._error or f"{type(error).__name__}: {error}"
 
     def _reportable(self, action: Callable[[], object]) -> None:
         """Run a step of an update, unless one before it failed already.
