@@ -339,7 +339,14 @@ class EngineSuite:
         assert answer.versions in (None, [(str(one), 0)])
         assert self.is_right(form, second)
 
+    def test_a_mode_that_the_form_lacks_is_refused(self, form, run):
+        for mode in {"wait", "abort"} - set(form.modes):
+            with pytest.raises(ws.EngineError, match="use mode='keep'"):
+                run.receive(mode=mode)
+
     def test_abort_ends_requests_in_flight_and_says_so(self, form, run):
+        if "abort" not in form.modes:
+            pytest.skip("this form has no mode='abort'")
         run.receive(mode="abort")
         first, second = form.model(41), form.model(42)
         run.send(first)

@@ -22,7 +22,7 @@ class LLMForm(Form):
 
     def __init__(self, llm):
         if os.environ.get(ALONE) == "0":
-            self.modes = ("keep", "abort")  # nothing goes on while it is waited for
+            self.modes = ("keep",)  # nothing goes on by itself
         self.target = llm
         self.outputs = {}
         self._started = 0

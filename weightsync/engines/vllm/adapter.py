@@ -116,7 +116,7 @@ class VLLMAdapter(Engine):
                 "max_lora_rank=..."
             )
         self._client.require_backend(facts)
-        if self._mode == "wait":
+        if self._mode != "keep":
             self._client.require_progress(facts)
         remove_leftovers(self._directory)
 

@@ -156,12 +156,13 @@ class VLLMClient(ABC):
     def require_progress(self, facts: Facts) -> None:
         """
         Raises:
-            EngineError: requests do not go on by themselves, so that none can be waited for.
+            EngineError: requests do not go on by themselves, so that none can be waited for; and
+                vLLM tells nobody of those that it aborts there (seen with 0.32.0).
         """
         if facts.in_process:
             raise EngineError(
-                "mode='wait' needs an engine that goes on by itself: this LLM's shares its "
-                "process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use 'keep' or 'abort'"
+                "mode='wait' and mode='abort' need an engine that goes on by itself: this LLM's "
+                "shares its process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use mode='keep'"
             )
 
     def flush(self, deadline: Deadline) -> None:

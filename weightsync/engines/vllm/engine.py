@@ -98,7 +98,7 @@ class VLLMEngine(Engine):
     def connect(self, url: str, deadline: Deadline) -> None:
         facts = self.client.facts(deadline)
         self.client.require_backend(facts)
-        if self._mode == "wait":
+        if self._mode != "keep":
             self.client.require_progress(facts)
         first, total = self._numbered
         self._ask(
