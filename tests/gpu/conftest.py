@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
