@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk compat lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines compat lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-broadcast  updates through NCCLScheme on gloo against torch's own broadcast"
 	@echo "make bench-disk  publish and load through DiskScheme against dd, safetensors, torch.save"
 	@echo "make compat     what other releases of vLLM have of what is relied on; RUN='0.31.0' runs tests on one"
+	@echo "make bench-engines  the gap between tokens that an update costs, AsyncLLM and server"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -66,6 +67,10 @@ bench-disk: $(READY)
 compat: $(READY)
 	@echo "== other releases of vLLM (1.3 GB of wheels, kept in ~/.cache/weightsync)"
 	$(BIN)/python -m tools.compat $(ARGS) $(if $(RUN),--run $(RUN))
+
+bench-engines: $(READY)
+	@echo "== engines: the pause that requests see at an update"
+	$(BIN)/python benchmarks/engines.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 
+import weightsync as ws
 from tests.conftest import Ends, assert_all_same, read
 from tests.docs import PAGES, ROOT, blocks, run
 from tests.live import trainers
@@ -17,6 +18,8 @@ WITH_VLLM = {
     ("README.md", "engine"),
     ("docs/getting-started.md", "adapter, trainer"),
     ("docs/getting-started.md", "adapter, engine"),
+    ("docs/engines.md", "AsyncLLM"),
+    ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
 }
 
 ONE_FILE = [  # tests/testing/test_one_file.py
@@ -36,6 +39,8 @@ def test_all_blocks_are_known_here():
         ("README.md", "trainer"),
         ("docs/getting-started.md", "one process"),
         ("docs/getting-started.md", "configuration"),
+        ("docs/engines.md", "replicas"),
+        ("docs/engines.md", "guard"),
         ("docs/schemes.md", "nccl"),
         ("docs/schemes.md", "disk"),
         ("docs/schemes.md", "fallback"),
@@ -58,6 +63,29 @@ def test_one_process(run_dir):
 
 def test_configuration(run_dir):
     run("docs/getting-started.md", "configuration", run_dir)
+
+
+def test_several_engines_and_their_guard(run_dir, capsys):
+    model = torch.nn.Linear(4, 4)
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with ws.DoubleBufferScheme(run_dir).create_sender(model) as sender:
+        sender.connect()
+        version = sender.update_weights(version=1).version
+        names = run("docs/engines.md", "replicas", run_dir, one=one, other=other)
+        with names["receiver"] as receiver:
+            assert names["report"].version == version
+            assert (
+                capsys.readouterr().out == f"a applied {version} None\nb applied {version} None\n"
+            )
+            assert torch.equal(one.weight, model.weight)
+            assert torch.equal(other.weight, model.weight)
+        with ws.DoubleBufferScheme(run_dir).create_receiver(one) as receiver:
+            receiver.connect()
+            guarded = run("docs/engines.md", "guard", run_dir, receiver=receiver)["llm"]
+            with pytest.raises(ws.EngineUnusableError):
+                guarded(torch.ones(4))
+            receiver.poll_and_apply()
+            assert torch.equal(guarded(torch.ones(4)), model(torch.ones(4)))
 
 
 def test_broadcast(run_dir):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+import weightsync as ws
 from tests.docs import run
 from tests.vllm.conftest import PROMPTS, expected, greedy, llama_config, make_model, stop
 from tests.vllm.test_adapter import make_adapter, merged
@@ -33,6 +34,43 @@ def test_the_engine_of_the_readme(path, tmp_path, small_engines):
         engine["receiver"].shutdown()
         trainer["sender"].shutdown()
         stop(engine["llm"])
+
+
+@pytest.mark.slow
+def test_an_async_llm(path, tmp_path, monkeypatch):
+    import asyncio
+
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    small = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128}
+    made = functools.partial(AsyncEngineArgs, **small, dtype="float32")
+    monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", made)
+    config = llama_config(num_hidden_layers=1)
+    make_model(config, 2).save_pretrained(tmp_path)
+    first, second = make_model(config, 3), make_model(config, 4)
+    sampling = SamplingParams(temperature=0, max_tokens=10, detokenize=False, ignore_eos=True)
+
+    async def ask(llm, name):
+        async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, sampling, name):
+            last = output
+        return [list(last.outputs[0].token_ids)]
+
+    async def use(llm, receiver):
+        assert await ask(llm, "first") == expected(first, PROMPTS[:1])
+        await asyncio.to_thread(sender.update_weights, second, version=2, wait="applied")
+        assert await ask(llm, "second") == expected(second, PROMPTS[:1])
+        assert receiver.version.number == 2
+        engines.append(llm)
+
+    engines = []
+    with ws.DoubleBufferScheme(path).create_sender() as sender:
+        sender.connect()
+        sender.update_weights(first, version=1)
+        names = run("docs/engines.md", "AsyncLLM", path, path=str(tmp_path), use=use)
+        report = asyncio.run(names["serve"]())
+        assert report.version.number == 1
+    engines[0].shutdown()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The shared suite on vLLM's OpenAI server, and what only a server does."""
 
+import functools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import weightsync as ws
+from tests.docs import run as page
 from tests.vllm.conftest import PROMPTS, expected, llama_config, make_model, mixtral_config
 from tests.vllm.forms.servers import TOKEN, Streamed, serving
 from tests.vllm.forms.suite import LONG, WAIT, EngineSuite, Form, Run, at, broken, stepped
@@ -138,6 +140,18 @@ def test_an_unusable_server_is_refused_by_generate(form, run):
         form.greedy(PROMPTS, 1)
     run.send(form.model(141))
     form.greedy(PROMPTS, 1)
+
+
+def test_the_lines_of_the_page_on_engines(form, path, monkeypatch, capsys):
+    monkeypatch.setattr(ws, "VLLMServer", functools.partial(ws.VLLMServer, token=TOKEN))
+    model = form.model(131)
+    with ws.DoubleBufferScheme(path).create_sender(model) as sender:
+        sender.connect()
+        version = sender.update_weights(version=1).version
+        names = page("docs/engines.md", "server", path, url=form.server.url)
+        tokens = expected(model, [[1, 2, 3]], 8)[0]
+        assert capsys.readouterr().out.strip() == f"{tuple(tokens)} {version} {version}"
+        names["receiver"].shutdown()
 
 
 def test_without_the_token_nothing_is_generated(form):
