@@ -199,6 +199,7 @@ def test_corrupt_bytes_never_reach_the_engine(llama, ends, path):
     assert receiver.version.number == 1
 
 
+@pytest.mark.slow
 def test_tied_weights_are_sent_once(path, tmp_path):
     config = llama_config(tie_word_embeddings=True, num_hidden_layers=1)
     config.save_pretrained(tmp_path)

@@ -46,6 +46,7 @@ def test_tensor_parallel_engine_gets_the_same_weights(path, tmp_path):
         stop(fresh)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_said_so_within_seconds(path, tmp_path):
     """H1 on vLLM: its engine process is killed; the sender learns of it long before its timeout."""
     import time
