@@ -407,7 +407,9 @@ STEPS = ["check", "stage", "pause", "start", "load", "finish", "flush", "label",
 KINDS = [RuntimeError, ws.EngineError, ws.DeadlineError, OSError, SystemExit, KeyboardInterrupt]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 8)) for seed in range(24)]
+)
 def test_p10_whatever_fails_in_whatever_order_each_engine_is_whole_or_refused(
     ends, monkeypatch, seed
 ):

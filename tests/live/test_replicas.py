@@ -70,7 +70,7 @@ def held(state):
     return {name: value_of(engine.target) for name, engine in state.engines.items()}
 
 
-@pytest.fixture(params=["shm", "nccl"])
+@pytest.fixture(params=["shm", pytest.param("nccl", marks=pytest.mark.slow)])
 def scheme(request, run_dir):
     if request.param == "shm":
         return ws.DoubleBufferScheme(run_dir, slots=3)

@@ -109,7 +109,7 @@ CONFIGS = {
 }
 DEEPSEEK = "DeepseekV3Config", {**LATENT, "topk_method": "noaux_tc"}
 
-DEFAULT = ("qwen3_moe",)
+DEFAULT = ()
 
 
 def config_of(description):
