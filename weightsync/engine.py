@@ -195,6 +195,7 @@ def as_engine(target: Any, **options: Any) -> Engine:
                 raise EngineError(f"{type(target).__name__}: {error}") from None
             return engine
     raise EngineError(
-        f"a {type(target).__name__} is not an engine: pass an nn.Module, a mapping of names to "
-        "tensors, a vllm.LLM, or your own subclass of weightsync.Engine"
+        f"{type(target).__name__} is not an engine: pass an nn.Module, a mapping of names to "
+        "tensors, vLLM's LLM or AsyncLLM, a ws.VLLMServer, a Ray actor's handle, ws.Replicas of such, or "
+        "your own subclass of weightsync.Engine"
     )

@@ -380,7 +380,8 @@ class Fleet:
             for name, error in failed.items()
         )
         held = [m for m in self.members if version is not None and m.version == version]
-        others = f"; {', '.join(repr(m.name) for m in held)} hold {version}" if held else ""
+        verb = "holds" if len(held) == 1 else "hold"
+        others = f"; {', '.join(repr(m.name) for m in held)} {verb} {version}" if held else ""
         died = all(isinstance(error, EngineDiedError) for error in failed.values())
         raise (EngineDiedError if died and not held else EngineError)(f"{said}{others}") from first
 

@@ -84,7 +84,10 @@ class ReceiverReport:
         held = f"holds {self.version}" if self.version else "holds no version"
         words = f": {self.error}" if self.error else ""
         where = f"pid {self.pid} on {self.host}"
-        return f"receiver {self.receiver!r} ({where}): {self.state}, {held}{words}"
+        several = self.engines if len(self.engines) > 1 else ()
+        each = "; ".join(f"{e.engine!r} {e.state}, holds {e.version}" for e in several)
+        engines = f" [{each}]" if each else ""
+        return f"receiver {self.receiver!r} ({where}): {self.state}, {held}{engines}{words}"
 
 
 @dataclass(frozen=True)

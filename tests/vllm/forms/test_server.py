@@ -10,11 +10,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from safetensors.torch import load_file
 
 import weightsync as ws
 from tests.docs import run as page
-from tests.vllm.conftest import PROMPTS, expected, llama_config, make_model, mixtral_config
+from tests.vllm.conftest import PROMPTS, expected, llama_config, make_model
 from tests.vllm.forms.servers import TOKEN, Streamed, serving
 from tests.vllm.forms.suite import LONG, WAIT, EngineSuite, Form, Run, at, broken, stepped
 from weightsync.deadline import Deadline
@@ -281,15 +280,3 @@ def test_every_worker_of_a_data_parallel_server_is_heard(path, tmp_path):
         with pytest.raises(ws.ReceiverError, match=r"worker 0.*worker 1"):
             sender.update_weights(bad, version=4)
         assert [on_rank(server, rank, PROMPTS) for rank in (0, 1)] == [expected(model)] * 2
-
-
-@pytest.mark.slow
-def test_every_worker_of_a_data_parallel_mixture_of_experts_is_heard(path, tmp_path):
-    """Told apart and loaded: vLLM's CPU build cannot run such a model with data parallelism."""
-    config = mixtral_config()
-    with data_parallel(config, path, tmp_path / "server") as (_, sender, receiver):
-        for number in (1, 2):
-            make_model(config, number).save_pretrained(tmp_path / "saved")
-            saved = load_file(tmp_path / "saved" / "model.safetensors")
-            version = sender.update_weights(saved, version=number).version
-            assert workers_of(receiver) == [(0, list(version)), (1, list(version))]
