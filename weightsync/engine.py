@@ -196,6 +196,6 @@ def as_engine(target: Any, **options: Any) -> Engine:
             return engine
     raise EngineError(
         f"{type(target).__name__} is not an engine: pass an nn.Module, a mapping of names to "
-        "tensors, vLLM's LLM or AsyncLLM, a ws.VLLMServer, a Ray actor's handle, ws.Replicas of such, or "
-        "your own subclass of weightsync.Engine"
+        "tensors, vLLM's LLM or AsyncLLM, a ws.VLLMServer, a Ray actor's handle, ws.Replicas of "
+        "such, or your own subclass of weightsync.Engine"
     )

@@ -57,7 +57,7 @@ def test_an_engine_that_is_killed_at_any_time_is_named_and_replaced(folder, path
                     killer = delayed_kill(process_of(llms["a"]), chance.random() * 0.3)
                     words = told_by(sender, sent, number)
                     killer.join()
-                    assert "'b'" not in words
+                    assert "engine 'b'" not in words
                     assert time.monotonic() - began < 60
                     assert greedy(llms["b"]) == expected(sent)
                     sent = model(number + 1)
@@ -117,7 +117,7 @@ def test_an_engine_that_stands_still_costs_the_deadline_and_goes_on_later(folder
                 with pytest.raises(ws.ReceiverError, match="engine 'a'") as caught:
                     sender.update_weights(second, version=2, timeout=8.0)
                 assert time.monotonic() - began < 60
-                assert "'b'" not in str(caught.value)
+                assert "engine 'b'" not in str(caught.value)
                 assert greedy(llms["b"]) == expected(second)
                 os.kill(process_of(llms["a"]), signal.SIGCONT)
                 third = model(3)
