@@ -450,3 +450,33 @@ class TestWaiting:
         assert receiver.poll_and_apply().version.number == 1
         report = sender.update_weights(version=1, wait="applied", timeout=0.05)
         assert report.receivers[0].state == "applied"
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_version_for_nobody_makes_room_for_the_next(run_dir, slots):
+    """H5: an id that nobody has, or whose receiver has left, costs no slot for good."""
+    weights = {"w": torch.zeros(4)}
+    held, other = {"w": torch.ones(4)}, {"w": torch.ones(4)}
+    scheme = ws.DoubleBufferScheme(run_dir, slots=slots)
+    with scheme.create_sender(weights, timeout=5) as sender:
+        sender.connect()
+        with scheme.create_receiver(held, id="one") as receiver:
+            receiver.connect()
+            with scheme.create_receiver(other, id="gone") as leaving:
+                leaving.connect()
+            sender.update_weights(version=1)
+            receiver.poll_and_apply()
+            for number, meant in (
+                (2, ["typo"]),
+                (3, ["gone"]),
+                (4, ["typo"]),
+                (5, ["typo", "gone"]),
+            ):
+                weights["w"].fill_(number)
+                sender.update_weights(version=number, receivers=meant)
+                assert receiver.poll_and_apply() is None
+                assert held["w"].eq(0).all()
+            weights["w"].fill_(6)
+            sender.update_weights(version=6, receivers=["one"])
+            assert receiver.poll_and_apply().version.number == 6
+            assert held["w"].eq(6).all()

@@ -127,12 +127,17 @@ class Receivers:
                 self.records.forget(report.receiver)
         return reports
 
-    def have_refused(self, version: Version) -> bool:
-        """Whether every live receiver has tried a version, and some went back to theirs.
+    def want_no_more(self, version: Version, meant_for: Sequence[str] | None) -> bool:
+        """Whether nobody is about to read a version.
 
-        Then nobody is about to read it, and the versions they went back to are what they hold.
+        It is meant for nobody who lives, or all whom it is meant for have tried it and some went
+        back to their own, which is then what they hold.
         """
         live = [report for report in self.reports() if report.state not in ("dead", "failed")]
+        if meant_for is not None:
+            live = [report for report in live if report.receiver in meant_for]
+            if not live:
+                return True
         tried = [r for r in live if r.attempted is not None and r.attempted >= version]
         # One of its engines may have failed, and the others hold the version.
         holding = [r for r in tried if r.version is not None and r.version >= version]

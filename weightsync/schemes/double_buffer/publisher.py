@@ -314,7 +314,7 @@ class DoubleBufferPublisher(Publisher):
             if (
                 head
                 and taken >= 0
-                and self._receivers.have_refused(head.version)
+                and self._receivers.want_no_more(head.version, head.receivers)
                 and generation.locks[taken].try_exclusive()
             ):
                 self._withdraw(generation)
