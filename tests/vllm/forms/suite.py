@@ -216,6 +216,18 @@ class Run:
         self._number += 1
         return self.sender.update_weights(weights, version=self._number)
 
+    def send_during(self, prompt, weights, count=LONG):
+        """An update that finds a request in flight. Returns its version, and the request."""
+        started = []
+
+        def start():
+            started.append(self.form.start(prompt, count))
+            started[0].wait_begun()
+
+        with stepped(self.client, before=at("pause", start)):
+            report = self.send(weights)
+        return report.version, started[0]
+
     def stop_receiving(self):
         self.sender.detach(self.receiver)
         self.receiver.shutdown()
@@ -305,15 +317,8 @@ class EngineSuite:
         run.receive(mode="keep")
         first, second = form.model(21), form.model(22)
         one = run.send(first).version
-        started = []
-
-        def start():
-            started.append(form.start(PROMPTS[0]))
-            started[0].wait_begun()
-
-        with stepped(run.client, before=at("pause", start)):
-            two = run.send(second).version
-        answer = started[0].answer()
+        two, running = run.send_during(PROMPTS[0], second)
+        answer = running.answer()
         assert (len(answer.tokens), answer.finish_reason) == (LONG, "length")
         if answer.versions is not None:
             assert [label for label, _ in answer.versions] == [str(one), str(two)]
@@ -325,15 +330,8 @@ class EngineSuite:
         run.receive(mode="wait")
         first, second = form.model(31), form.model(32)
         one = run.send(first).version
-        started = []
-
-        def start():
-            started.append(form.start(PROMPTS[0]))
-            started[0].wait_begun()
-
-        with stepped(run.client, before=at("pause", start)):
-            run.send(second)
-        answer = started[0].answer()
+        _, running = run.send_during(PROMPTS[0], second)
+        answer = running.answer()
         assert answer.finish_reason == "length"
         assert [answer.tokens] == form.reference(first, [PROMPTS[0]], LONG)
         assert answer.versions in (None, [(str(one), 0)])
@@ -350,15 +348,8 @@ class EngineSuite:
         run.receive(mode="abort")
         first, second = form.model(41), form.model(42)
         run.send(first)
-        started = []
-
-        def start():
-            started.append(form.start(PROMPTS[0], 200))
-            started[0].wait_begun()
-
-        with stepped(run.client, before=at("pause", start)):
-            run.send(second)
-        answer = started[0].answer()
+        _, running = run.send_during(PROMPTS[0], second, 200)
+        answer = running.answer()
         assert answer.finish_reason == "abort"
         count = len(answer.tokens)
         assert 0 < count < 200
