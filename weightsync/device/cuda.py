@@ -1,0 +1,180 @@
+"""An NVIDIA GPU: lanes are streams, many copies are one kernel."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync.device import driver
+from weightsync.device.device import Device, Lane, Mark, Moves, PageLock
+from weightsync.device.host import HostDevice
+from weightsync.errors import NoRoomError
+from weightsync.tensors import Addresses
+
+log = logging.getLogger("weightsync")
+
+
+class CUDAMark(Mark):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CUDALane(Lane):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._device = stream.device_index
+
+    def copy(self, into: int, out_of: int, nbytes: int) -> None:
+        if nbytes:
+            driver.copy(self._device, into, out_of, nbytes, self.stream.cuda_stream)
+
+    def copy_rows(
+        self, into: int, into_pitch: int, out_of: int, out_of_pitch: int, width: int, count: int
+    ) -> None:
+        if width and count:
+            stream = self.stream.cuda_stream
+            driver.copy_rows(
+                self._device, into, into_pitch, out_of, out_of_pitch, width, count, stream
+            )
+
+    def after(self, mark: Mark) -> None:
+        if isinstance(mark, CUDAMark):
+            self.stream.wait_event(mark.event)
+        else:
+            mark.wait()
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return CUDAMark(event)
+
+
+class CUDAPageLock(PageLock):
+    def __init__(self, device: int, address: int, nbytes: int, writable: bool) -> None:
+        driver.host_register(device, address, nbytes, writable)
+        self._release = weakref.finalize(self, _unregister, device, address)
+        self._release.atexit = False  # the driver may be gone by then, and takes it along
+
+    def release(self) -> None:
+        self._release()
+
+
+def _unregister(device: int, address: int) -> None:
+    try:
+        driver.host_unregister(device, address)
+    except driver.DriverError as error:
+        log.warning("memory was not unlocked: %s", error)
+
+
+class CUDAMoves(Moves):
+    """Of a machine on which kernels cannot be compiled: one copy after the other."""
+
+    def __init__(self, into: Addresses, out_of: Addresses, length: Addresses) -> None:
+        self._rows = list(zip(into.tolist(), out_of.tolist(), length.tolist(), strict=True))
+
+    def run(self, lane: Lane, base: int = 0) -> None:
+        for into, out_of, length in self._rows:
+            lane.copy(into, out_of + base, length)
+
+
+class KernelMoves(Moves):
+    def __init__(self, moves: Any) -> None:
+        self._moves = moves
+
+    def run(self, lane: Lane, base: int = 0) -> None:
+        assert isinstance(lane, CUDALane)
+        with torch.cuda.stream(lane.stream):
+            self._moves.run_on_current(base)
+
+
+class CUDADevice(Device):
+    """
+    Attributes:
+        kernels: the module, or None where Triton or its C compiler is missing.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.place = torch.device("cuda", index)
+        self.kernels = self._compiled()
+
+    def _compiled(self) -> Any:
+        """Triton's kernels, after they were seen to work here."""
+        try:
+            from weightsync.device import kernels
+
+            data = torch.arange(1 << 17, dtype=torch.int64, device=self.place)
+            found = torch.zeros(1, dtype=torch.int64, device=self.place)
+            with torch.cuda.device(self.place):
+                kernels.digest_chunks(data.data_ptr(), 1, found)
+            wanted = torch.zeros(1, dtype=torch.int64)
+            HostDevice().digests(HostDevice().current(), data.cpu().data_ptr(), 1, wanted)
+            if found.cpu().equal(wanted):
+                return kernels
+            log.warning("digests made on the GPU are wrong here: they are made on the processor")
+        except Exception as error:
+            words = f"{type(error).__name__}: {error!s:.300}"
+            log.warning("no GPU kernels (%s): digests and copies take longer", words)
+        return None
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.place)
+        except torch.cuda.OutOfMemoryError:
+            raise NoRoomError(f"{self.place} has no room for {nbytes:,} bytes") from None
+
+    def lane(self) -> Lane:
+        return CUDALane(torch.cuda.Stream(self.place))  # type: ignore[no-untyped-call]
+
+    def current(self) -> Lane:
+        return CUDALane(torch.cuda.current_stream(self.place))
+
+    def page_lock(self, address: int, nbytes: int, writable: bool) -> PageLock | None:
+        try:
+            return CUDAPageLock(self.place.index, address, nbytes, writable)
+        except driver.DriverError as error:
+            log.warning("%s bytes could not be page-locked: %s", f"{nbytes:,}", error)
+            return None
+
+    def digests(self, lane: Lane, address: int, count: int, into: torch.Tensor) -> None:
+        assert isinstance(lane, CUDALane)
+        with torch.cuda.stream(lane.stream):
+            if self.kernels is not None:
+                self.kernels.digest_chunks(address, count, into)
+                return
+            data = self.tensor_at(address, count << 20).cpu()
+            found = torch.zeros(count, dtype=torch.int64)
+            HostDevice().digests(HostDevice().current(), data.data_ptr(), count, found)
+            into.copy_(found)
+
+    def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
+        if self.kernels is None:
+            return CUDAMoves(into, out_of, length)
+        return KernelMoves(self.kernels.GPUMoves(self.place, into, out_of, length))
+
+    def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
+        if not nbytes:
+            return self.empty(0)
+        return torch.as_tensor(_Foreign(address, nbytes), device=self.place)
+
+
+class _Foreign:
+    """Device memory of somebody else's, in numba's interface, which torch reads."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": np.dtype(np.uint8).str,
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
