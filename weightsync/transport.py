@@ -17,7 +17,10 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
+from weightsync.chunks import Digests
 from weightsync.deadline import Deadline
+from weightsync.device import Device
+from weightsync.errors import CorruptError
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.source import Inventory, WeightSource
@@ -176,6 +179,50 @@ class Targets:
                 self.others[name] = tensor
 
 
+class Memory(ABC):
+    """The bytes of a version where a transport holds them: one piece of host memory.
+
+    Attributes:
+        address: where the manifest's layout begins; ``nbytes`` bytes lie there.
+        digests: what those of the 1 MiB chunks are to be; None: there is nothing to compare with.
+        attempt: of the write that the bytes come from; see :class:`Arriving`. 0: not known.
+    """
+
+    address: int
+    nbytes: int
+    digests: Digests | None = None
+    attempt: int = 0
+
+    @abstractmethod
+    def page_lock(self, device: Device) -> bool:
+        """Have copies to the device run at the speed of the bus. Done once for a mapping, which
+        may take seconds. False: it cannot be done, and they are slower."""
+
+    @abstractmethod
+    def wrong(self, chunks: Sequence[int]) -> CorruptError:
+        """The error that says of chunks that they differ from their digests."""
+
+
+class Arriving(ABC):
+    """A version that is being written, and may never be announced.
+
+    Its bytes may be read ahead. They are of use only if the snapshot leased later has memory of
+    the same ``attempt``.
+
+    Attributes:
+        attempt: not 0, and another one for each time that a sender begins to write.
+    """
+
+    version: Version
+    manifest: Manifest
+    attempt: int
+    memory: Memory
+
+    @abstractmethod
+    def written(self) -> int | None:
+        """How many bytes, from the start of the layout, are as they will stay. None: given up."""
+
+
 class Snapshot(ABC):
     """A lease on one whole, immutable version. While it is open nobody overwrites it.
 
@@ -197,6 +244,13 @@ class Snapshot(ABC):
         Raises:
             CorruptError: they differ; names the tensors concerned.
         """
+
+    def memory(self) -> Memory | None:
+        """All its bytes, for those who move them themselves; None: it has tensors only.
+
+        Valid while the snapshot is open.
+        """
+        return None
 
     @abstractmethod
     def copy_into(self, targets: Targets) -> None:
@@ -259,6 +313,13 @@ class Subscriber(ABC):
             VersionGoneError: it is no longer held, or was never announced here.
             DeadlineError: its lease was not to be had.
         """
+
+    def arriving(self) -> Arriving | None:
+        """A version that is being written right now, if this end can read it ahead.
+
+        Asked often, so it costs next to nothing.
+        """
+        return None
 
     @abstractmethod
     def acknowledge(self, report: ReceiverReport) -> None:

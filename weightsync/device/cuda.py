@@ -154,7 +154,7 @@ class CUDADevice(Device):
             data = self.tensor_at(address, count << 20).cpu()
             found = torch.zeros(count, dtype=torch.int64)
             HostDevice().digests(HostDevice().current(), data.data_ptr(), count, found)
-            into.copy_(found)
+            into[:count].copy_(found)
 
     def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
         if self.kernels is None:

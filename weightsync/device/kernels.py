@@ -7,10 +7,7 @@ the lanes, only the step between two blocks does. So one warp takes the blocks o
 the other, many of them being loaded at a time, and chunks are taken side by side.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,16 +29,16 @@ assert CHUNK // 1024 == 93 * _AT_A_TIME + 1
 
 
 @triton.jit(do_not_specialize=["address", "into"])  # type: ignore[untyped-decorator]
-def _digest(
-    address: Any,
-    into: Any,
-    table: Any,
+def _digest(  # type: ignore[no-untyped-def]
+    address,
+    into,
+    table,
     ROUNDS: tl.constexpr,
     UNROLL: tl.constexpr,
     WORDS: tl.constexpr,
     PRIME: tl.constexpr,
     AVALANCHE: tl.constexpr,
-) -> None:
+):
     chunk = tl.program_id(0).to(tl.int64)
     stripe = tl.arange(0, 16)[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -76,7 +73,7 @@ def _digest(
 
 
 @triton.jit(do_not_specialize=["base"])  # type: ignore[untyped-decorator]
-def _move(table: Any, base: Any, BYTES: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _move(table, base, BYTES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * 3
     into = tl.load(table + row)
     out_of = tl.load(table + row + 1) + base
