@@ -30,7 +30,7 @@ MAX_MANIFEST = 1 << 30
 MAX_SLOTS = 64
 
 _GENERATION = re.compile(r"generation-(\d{4,9})\Z", re.ASCII)
-_SLOT_FILE = re.compile(r"slot\d{1,2}\.(bin|lock|json|digests)\Z", re.ASCII)
+_SLOT_FILE = re.compile(r"slot\d{1,2}\.(bin|lock|json|digests|progress)\Z", re.ASCII)
 
 
 def generation_name(number: int) -> str:
@@ -61,6 +61,11 @@ def slot_digests(slot: int) -> str:
     return f"slot{slot}.digests"
 
 
+def slot_progress(slot: int) -> str:
+    """How much of it is written; see :mod:`~weightsync.schemes.double_buffer.progress`."""
+    return f"slot{slot}.progress"
+
+
 def is_generation_file(name: str) -> bool:
     """Whether a file in a generation's directory is one of ours."""
     return name in (MANIFEST, CREW) or bool(_SLOT_FILE.match(name)) or is_temporary(name)
@@ -74,6 +79,7 @@ class Commit:
         digest: 128-bit XXH3 over the chunk digests and the manifest's fingerprint.
         receivers: ids of those the version is meant for; None for everybody.
         time: seconds since 1970, for people; nothing depends on it.
+        attempt: of the write that it ends; see :mod:`~.progress`. 0: not known.
     """
 
     version: Version
@@ -83,6 +89,7 @@ class Commit:
     nbytes: int
     receivers: tuple[str, ...] | None
     time: float
+    attempt: int = 0
 
     def to_json(self) -> bytes:
         return commit_to_json(
@@ -93,6 +100,7 @@ class Commit:
             digest=self.digest,
             nbytes=self.nbytes,
             time=self.time,
+            attempt=self.attempt,
         )
 
     @classmethod
@@ -111,6 +119,7 @@ class Commit:
                 number(fields["nbytes"]),
                 read_addressees(fields["receivers"]),
                 float(fields["time"]),
+                number(fields.get("attempt", 0)),
             )
             if generation_number(commit.generation) is None or commit.slot >= MAX_SLOTS:
                 raise ValueError(f"no such place: {commit.generation!r:.80} slot {commit.slot}")

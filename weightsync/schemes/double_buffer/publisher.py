@@ -13,6 +13,7 @@ import numpy as np
 
 from weightsync.chunks import Copier, Digests, SlotWriter
 from weightsync.deadline import Deadline
+from weightsync.download import Downloads
 from weightsync.errors import (
     DeadlineError,
     ProtocolError,
@@ -68,6 +69,7 @@ class DoubleBufferPublisher(Publisher):
         # Answers to an earlier attempt at the head's version, which do not count for this one.
         self._stale: dict[str, bytes] = {}
         self._copier = Copier(scheme.threads)
+        self._downloads = Downloads()
         self._rows = RowWriter(scheme.path, self._copier)
 
     # ---------------------------------------------------------------- owning the run
@@ -201,8 +203,11 @@ class DoubleBufferPublisher(Publisher):
         slot = self._free_slot(generation, deadline)
         if slot is None:
             return Published(nbytes, count, None, looked, 0.0, skipped=True)
+        progress = generation.progress[slot]
+        same = None
         try:
             generation.directory.remove(layout.slot_record(slot))
+            attempt = progress.begin(version)
             writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
             streamed = self._fill(generation, slot, inventory, writer, deadline, crew)
             digests = writer.digests()
@@ -214,14 +219,18 @@ class DoubleBufferPublisher(Publisher):
                 manifest.nbytes,
                 meant_for,
                 time.time(),
+                attempt,
             )
             same = self._same_number(commit)
             if not same:
+                progress.wrote(manifest.nbytes)
                 generation.directory.replace(
                     layout.slot_digests(slot), digests.astype("<u8").tobytes()
                 )
                 generation.directory.replace(layout.slot_record(slot), commit.to_json())
         finally:
+            if same is not False:
+                progress.give_up()
             # Free before it becomes the head, so that the first reader finds it so.
             generation.locks[slot].unlock()
         changed = self._changed(generation, digests)
@@ -243,6 +252,7 @@ class DoubleBufferPublisher(Publisher):
             self._head_digests = None
             if self._head is None or self._head.version != commit.version:
                 generation.directory.remove(layout.slot_record(slot))
+                progress.give_up()
             raise
         try:
             self._drop_generations(run)
@@ -266,16 +276,26 @@ class DoubleBufferPublisher(Publisher):
             The seconds the source took.
         """
         if crew is None:
-            write_resident(generation, slot, inventory, writer)
-            return write_stream(generation, slot, inventory, writer, deadline, inventory.streamed())
+            write_resident(generation, slot, inventory, writer, self._downloads)
+            return write_stream(
+                generation,
+                slot,
+                inventory,
+                writer,
+                deadline,
+                inventory.streamed(),
+                self._downloads,
+            )
         if not generation.directory.status(layout.CREW):
             generation.directory.replace(layout.CREW, b"")
         crew.start(ticket_of(self._ownership.epoch, generation.name, slot))
-        write_resident(generation, slot, inventory, writer)
+        write_resident(generation, slot, inventory, writer, self._downloads)
         blocks = [write_rows(generation.slots[slot], inventory, writer)]
         blocks += [adopt(written, writer) for written in crew.finish(deadline)]
         require_all(inventory, np.concatenate(blocks))
-        return write_stream(generation, slot, inventory, writer, deadline, inventory.gathered())
+        return write_stream(
+            generation, slot, inventory, writer, deadline, inventory.gathered(), self._downloads
+        )
 
     def contribute(
         self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline
@@ -369,6 +389,7 @@ class DoubleBufferPublisher(Publisher):
     def close(self) -> None:
         self._generation = None
         self._copier.close()
+        self._downloads.clear()
         self._rows.close()
         self._ownership.release()
 

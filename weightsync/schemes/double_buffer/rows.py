@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.chunks import Copier, Geometry, SlotWriter
+from weightsync.device import device_of
 from weightsync.errors import ProtocolError, SourceError
 from weightsync.files import Directory
 from weightsync.intake import copy_tensor
@@ -39,6 +40,9 @@ def write_rows(slot: Slot, inventory: Inventory, writer: SlotWriter) -> Blocks:
         blocks.append((number, slot.offset(place), place.numel() * spec.dtype.itemsize))
         address = plain_address(piece.tensor, spec.dtype) if place.is_contiguous() else 0
         if address == 0:
+            device = None if piece.tensor.is_cpu else device_of(piece.tensor)
+            if device is not None:
+                slot.page_lock(device)
             copy_tensor(place, piece.tensor, spec.name)
         if place.is_contiguous():
             offsets.append(slot.offset(place))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import warnings
+import weakref
 
 import torch
 
+from weightsync.device import Device, PageLock
 from weightsync.errors import NoRoomError, ProtocolError
 from weightsync.files import Directory
 from weightsync.manifest import Manifest, ParamSpec
@@ -27,6 +30,8 @@ class Slot:
     def __init__(self, mapping: mmap.mmap, file: os.stat_result) -> None:
         self._file = file.st_dev, file.st_ino
         self.bytes = memoryview(mapping)
+        self._locks: dict[torch.device, PageLock | None] = {}
+        self._locking = threading.Lock()
         with warnings.catch_warnings():
             # Readers' mappings are read-only on purpose; torch has no read-only tensors.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -85,6 +90,23 @@ class Slot:
         finally:
             os.close(fd)
         return self._file == (status.st_dev, status.st_ino)
+
+    @property
+    def address(self) -> int:
+        return self._tensor.data_ptr()
+
+    def page_lock(self, device: Device) -> bool:
+        """Have copies between the slot and a device run at the speed of the bus, from now on.
+
+        Takes seconds the first time. False: it cannot be done.
+        """
+        with self._locking:
+            if device.place not in self._locks:
+                lock = device.page_lock(self.address, len(self.bytes), not self.bytes.readonly)
+                self._locks[device.place] = lock
+                if lock is not None:  # before the mapping goes
+                    weakref.finalize(self, lock.release).atexit = False
+            return self._locks[device.place] is not None
 
     def offset(self, view: torch.Tensor) -> int:
         """Where a view of the slot begins, in bytes."""

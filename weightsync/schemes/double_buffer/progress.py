@@ -1,0 +1,80 @@
+"""How much of a slot is written, for readers that do not wait for the commit.
+
+``slotN.progress``: four little-endian 64-bit numbers, mapped by both sides: attempt, epoch, number,
+bytes written. The attempt is another number, and not 0, each time that somebody begins to write;
+while it stands, bytes before ``written`` stay as they are. Nobody may take them for a version
+before a commit names the same attempt.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+from weightsync.files import Directory
+from weightsync.schemes.double_buffer import layout
+from weightsync.version import Version
+
+_SIZE = 64
+_ATTEMPT, _EPOCH, _NUMBER, _WRITTEN = range(4)
+
+
+class Progress:
+    """The writer's end."""
+
+    def __init__(self, generation: Directory, slot: int) -> None:
+        fd = generation.open_file(layout.slot_progress(slot), os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(fd, _SIZE)
+            self._words = memoryview(mmap.mmap(fd, _SIZE)).cast("Q")
+        finally:
+            os.close(fd)
+        self._words[_ATTEMPT] = 0
+
+    def begin(self, version: Version) -> int:
+        """Say that a version is being written now. Returns the attempt."""
+        self._words[_ATTEMPT] = 0
+        self._words[_EPOCH], self._words[_NUMBER] = version
+        self._words[_WRITTEN] = 0
+        attempt = secrets.randbits(62) + 1
+        self._words[_ATTEMPT] = attempt
+        return attempt
+
+    def wrote(self, upto: int) -> None:
+        """All bytes before this one are there."""
+        if upto > self._words[_WRITTEN]:
+            self._words[_WRITTEN] = upto
+
+    def give_up(self) -> None:
+        self._words[_ATTEMPT] = 0
+
+
+class ProgressView:
+    """A reader's end. Garbage is nothing."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    @classmethod
+    def open(cls, generation: Directory, slot: int) -> ProgressView | None:
+        try:
+            fd = generation.open_file(layout.slot_progress(slot), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if os.fstat(fd).st_size != _SIZE:
+                return None
+            mapping = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return cls(memoryview(mapping).cast("Q"))
+
+    def look(self) -> tuple[int, Version, int] | None:
+        """The attempt, the version, and the bytes written. None: nothing is being written."""
+        attempt = self._words[_ATTEMPT]
+        version = Version(self._words[_EPOCH], self._words[_NUMBER])
+        written = self._words[_WRITTEN]
+        if attempt == 0 or attempt != self._words[_ATTEMPT]:
+            return None
+        return attempt, version, written
