@@ -119,7 +119,7 @@ class Commit:
                 number(fields["nbytes"]),
                 read_addressees(fields["receivers"]),
                 float(fields["time"]),
-                number(fields.get("attempt", 0)),
+                number(fields["attempt"]),
             )
             if generation_number(commit.generation) is None or commit.slot >= MAX_SLOTS:
                 raise ValueError(f"no such place: {commit.generation!r:.80} slot {commit.slot}")

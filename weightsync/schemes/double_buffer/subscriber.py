@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import torch
 
 from weightsync.chunks import Copier, Digests, Geometry
 from weightsync.deadline import Deadline
+from weightsync.device import Device
 from weightsync.errors import (
     CorruptError,
     DeadlineError,
@@ -26,12 +29,16 @@ from weightsync.run.membership import Membership
 from weightsync.run.records import MAX_RECORD
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
+from weightsync.schemes.double_buffer.progress import ProgressView
 from weightsync.schemes.double_buffer.slot import Slot, slot_size
-from weightsync.transport import Snapshot, Subscriber, Targets
+from weightsync.transport import Arriving, Memory, Snapshot, Subscriber, Targets
 from weightsync.version import Version
 
 if TYPE_CHECKING:
     from weightsync.schemes.double_buffer import DoubleBufferScheme
+
+_STILL = 2.0
+"""Seconds after which what does not grow is not waited for: its sender may be dead."""
 
 
 class MappedGeneration:
@@ -47,11 +54,99 @@ class MappedGeneration:
         self.geometry = Geometry(self.manifest)
         self.index = {spec.name: number for number, spec in enumerate(self.manifest.tensors)}
         self._slots: dict[int, Slot] = {}
+        self._views: list[ProgressView] = []
+        self._stuck: tuple[int, int] = 0, 0
+        self._grew = 0.0
+
+    def arriving(self, newest: Version | None) -> SlotArriving | None:
+        """What is being written into one of the slots, if it is newer than a version."""
+        if not self._views:
+            self._views = self._progress()
+        for number, view in enumerate(self._views):
+            seen = view.look()
+            if seen is None or (newest is not None and seen[1] <= newest):
+                continue
+            attempt, version, written = seen
+            if self._stands_still(attempt, written):
+                continue
+            try:
+                memory = SlotMemory(self.slot(number), self, None, attempt, str(version))
+            except (OSError, WeightSyncError):
+                return None
+            return SlotArriving(version, self.manifest, attempt, memory, view)
+        return None
+
+    def _progress(self) -> list[ProgressView]:
+        views: list[ProgressView] = []
+        with contextlib.suppress(OSError, WeightSyncError):
+            while (view := ProgressView.open(self.directory, len(views))) is not None:
+                views.append(view)
+        return views
+
+    def _stands_still(self, attempt: int, written: int) -> bool:
+        """Whether its sender has written nothing for a while: it may be dead."""
+        if self._stuck != (attempt, written):
+            self._stuck, self._grew = (attempt, written), time.monotonic()
+        return time.monotonic() - self._grew > _STILL
 
     def slot(self, number: int) -> Slot:
         if number not in self._slots:
             self._slots[number] = Slot.open(self.directory, number, slot_size(self.manifest))
         return self._slots[number]
+
+
+class SlotMemory(Memory):
+    """The mapping of a slot."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        generation: MappedGeneration,
+        digests: Digests | None,
+        attempt: int,
+        where: str,
+    ) -> None:
+        self._slot, self._generation, self._where = slot, generation, where
+        self.address, self.nbytes = slot.address, generation.manifest.nbytes
+        self.digests, self.attempt = digests, attempt
+
+    def page_lock(self, device: Device) -> bool:
+        return self._slot.page_lock(device)
+
+    def wrong(self, chunks: Sequence[int]) -> CorruptError:
+        tensors = self._generation.geometry.tensors_in(chunks)
+        names = ", ".join(repr(self._generation.manifest.tensors[n].name) for n in tensors[:5])
+        return CorruptError(
+            f"{self._where}: {len(chunks)} chunks do not match their digests; "
+            f"{len(tensors)} tensors lie in them: {names}"
+        )
+
+
+class SlotArriving(Arriving):
+    """A version that is being written into a slot."""
+
+    def __init__(
+        self,
+        version: Version,
+        manifest: Manifest,
+        attempt: int,
+        memory: SlotMemory,
+        view: ProgressView,
+    ) -> None:
+        self.version, self.manifest, self.attempt = version, manifest, attempt
+        self.memory = memory
+        self._view = view
+        self._written, self._grew = 0, time.monotonic()
+
+    def written(self) -> int | None:
+        seen = self._view.look()
+        if seen is None or seen[0] != self.attempt:
+            return None
+        if seen[2] > self._written:
+            self._written, self._grew = seen[2], time.monotonic()
+        elif time.monotonic() - self._grew > _STILL:
+            return None
+        return self._written
 
 
 class DoubleBufferSubscriber(Subscriber):
@@ -62,6 +157,7 @@ class DoubleBufferSubscriber(Subscriber):
         self._path = scheme.reader_path or scheme.path
         self._member = Membership(self._path, receiver, layout.HEAD, Commit.from_json)
         self._generation: MappedGeneration | None = None
+        self._newest: Version | None = None
         self._copier = Copier(scheme.threads)
 
     def open(self, deadline: Deadline) -> None:
@@ -72,6 +168,10 @@ class DoubleBufferSubscriber(Subscriber):
 
     def acknowledge(self, report: ReceiverReport) -> None:
         self._member.acknowledge(report)
+
+    def arriving(self) -> Arriving | None:
+        generation, head = self._generation, self._newest
+        return None if generation is None else generation.arriving(head)
 
     # ---------------------------------------------------------------- data
 
@@ -125,6 +225,7 @@ class DoubleBufferSubscriber(Subscriber):
             if lock.try_shared():
                 record = _read_record(generation.directory, layout.slot_record(commit.slot))
                 if record is not None and record.version == commit.version:
+                    self._newest = max(record.version, self._newest or record.version)
                     return DoubleBufferSnapshot(
                         record, generation, lock, self._copier, self._scheme.verify
                     )
@@ -162,6 +263,8 @@ class DoubleBufferSnapshot(Snapshot):
     ) -> None:
         self.version = commit.version
         self.manifest = generation.manifest
+        self._generation = generation
+        self._attempt = commit.attempt
         self._geometry = generation.geometry
         self._index = generation.index
         self._lock = lock
@@ -199,6 +302,10 @@ class DoubleBufferSnapshot(Snapshot):
         wrong = self._copier.verify(geometry, slot.bytes, self._digests, chunks)
         self._refuse(wrong)
 
+    def memory(self) -> Memory:
+        slot = self._leased()
+        return SlotMemory(slot, self._generation, self._digests, self._attempt, self._where)
+
     def copy_into(self, targets: Targets) -> None:
         slot = self._leased().bytes
         wrong = self._copier.read(self._geometry, slot, targets.addresses, self._digests)
@@ -209,12 +316,7 @@ class DoubleBufferSnapshot(Snapshot):
 
     def _refuse(self, wrong: Sequence[int]) -> None:
         if wrong:
-            tensors = self._geometry.tensors_in(wrong)
-            names = ", ".join(repr(self.manifest.tensors[n].name) for n in tensors[:5])
-            raise CorruptError(
-                f"{self._where}: {len(wrong)} chunks do not match their digests; "
-                f"{len(tensors)} tensors lie in them: {names}"
-            )
+            raise self.memory().wrong(wrong)
 
     def _leased(self) -> Slot:
         if self._slot is None or self._lock.released:

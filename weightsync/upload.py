@@ -1,0 +1,310 @@
+"""A version's bytes on their way from host memory into a device's: kept there, or passed through.
+
+They cross the bus in windows of 64 MiB, and are digested where they arrive, whole chunks at a time.
+A rank that needs only parts of chunks has them digested by the processor before, each rank a share
+of the chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from weightsync.chunks import CHUNK, Copier, Digests, Geometry
+from weightsync.deadline import Deadline
+from weightsync.device import Device, Lane, Moves
+from weightsync.errors import DeadlineError
+from weightsync.selection import Block, Selection, cut
+from weightsync.tensors import Addresses
+from weightsync.transport import Arriving, Memory
+from weightsync.version import Version
+
+WINDOW = 64 * CHUNK
+
+_BUFFERS = 3
+
+_LOOK = 0.0005
+"""Seconds between two looks at a version that is being written."""
+
+Share = tuple[int, int]
+"""Which of the chunks that all ranks need is this one's to verify: its number, of how many."""
+
+
+class _Arrived:
+    """The digests of what has arrived in a device's memory, chunk by chunk."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._whole = nbytes // CHUNK
+        chunks = -(-nbytes // CHUNK)
+        self._digests = torch.zeros(max(chunks, 1), dtype=torch.int64, device=device.place)
+
+    def digest(self, lane: Lane, address: int, begin: int, end: int) -> None:
+        """Queue those of the bytes ``begin`` to ``end`` of the layout, which lie at an address."""
+        first, last = begin // CHUNK, min(end // CHUNK, self._whole)
+        if last > first:
+            self._device.digests(lane, address, last - first, self._digests[first:last])
+
+    def wrong(self, memory: Memory) -> list[int]:
+        """The chunks that differ from what they are to be. The last, if it is no whole one, is
+        compared where it came from."""
+        if memory.digests is None:
+            return []
+        found: Digests = self._digests.cpu().numpy().view(np.uint64)
+        differ = found[: self._whole] != memory.digests[: self._whole]
+        wrong: list[int] = np.flatnonzero(differ).tolist()
+        if len(memory.digests) > self._whole:
+            tail = _bytes(memory)[self._whole * CHUNK : memory.nbytes]
+            if xxh3_64_intdigest(tail) != int(memory.digests[self._whole]):
+                wrong.append(self._whole)
+        return wrong
+
+
+def _bytes(memory: Memory) -> memoryview:
+    return memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
+
+
+class _Way:
+    """What crosses the bus for a selection, window by window, and how it is verified."""
+
+    def __init__(self, device: Device, geometry: Geometry, selection: Selection) -> None:
+        self.device, self.geometry, self.selection = device, geometry, selection
+        self.windows = selection.windows(WINDOW)
+        self.upto = [max(block.end for block in blocks) for blocks in self.windows]
+        self.arrived = _Arrived(device, geometry.nbytes)
+        self._copier = Copier()
+
+    def bounds(self, window: int) -> tuple[int, int]:
+        """Of a window, in the memory that keeps the selection."""
+        begin = self.windows[window][0].place // WINDOW * WINDOW
+        return begin, min(begin + WINDOW, self.selection.nbytes)
+
+    def copy(self, lane: Lane, memory: Memory, window: int, base: int) -> None:
+        """Queue a window's copies. ``base``: where the kept memory begins, or would begin."""
+        for block in self.windows[window]:
+            _copy(lane, block, base, memory.address)
+
+    def digest(self, lane: Lane, window: int, base: int) -> None:
+        if self.selection.whole:
+            begin, end = self.bounds(window)
+            self.arrived.digest(lane, base + begin, begin, end)
+
+    def require_right(self, memory: Memory, share: Share) -> None:
+        """Compare the chunks of which parts are kept, before any is.
+
+        Raises:
+            CorruptError: some are wrong.
+        """
+        if self.selection.whole or memory.digests is None:
+            return
+        flagged = np.zeros(self.geometry.chunks + 1, dtype=np.int64)
+        first = self.selection.begin // CHUNK
+        last = (self.selection.begin + self.selection.length - 1) // CHUNK
+        np.add.at(flagged, first, 1)
+        np.add.at(flagged, last + 1, -1)
+        chunks = np.flatnonzero(np.cumsum(flagged)[:-1])
+        mine: list[int] = chunks[chunks % share[1] == share[0]].tolist()
+        wrong = self._copier.verify(self.geometry, _bytes(memory), memory.digests, mine)
+        if wrong:
+            raise memory.wrong(wrong)
+
+
+def _copy(lane: Lane, block: Block, base: int, source: int) -> None:
+    into, out_of = base + block.place, source + block.begin
+    if block.count == 1:
+        lane.copy(into, out_of, block.width)
+    else:
+        lane.copy_rows(into, block.place_pitch, out_of, block.pitch, block.width, block.count)
+
+
+def _require_time(deadline: Deadline, done: int, of: int) -> None:
+    if deadline.expired:
+        raise DeadlineError(
+            f"{done} of {of} windows had crossed the bus within {deadline.seconds:.1f} s"
+        )
+
+
+class Staging:
+    """Device memory that holds one version, or parts of one that is on its way.
+
+    Attributes:
+        version: the one that is there, whole and verified; None: none is.
+        attempt: of the write that all bytes there come from; 0: not known.
+
+    Raises:
+        NoRoomError: the device has too little room.
+    """
+
+    def __init__(self, device: Device, geometry: Geometry, selection: Selection) -> None:
+        self._way = _Way(device, geometry, selection)
+        self.buffer = device.empty(selection.nbytes)
+        self.version: Version | None = None
+        self.attempt = 0
+        self._lane, self._digesting = device.lane(), device.lane()
+        self._there = [False] * len(self._way.windows)
+
+    @property
+    def device(self) -> Device:
+        return self._way.device
+
+    def addresses(self, offsets: Addresses) -> Addresses:
+        """Where bytes of the layout, which are among those selected, lie on the device."""
+        return self._way.selection.places(offsets) + self.buffer.data_ptr()
+
+    def follow(self, arriving: Arriving, give_up: Callable[[], bool]) -> bool:
+        """Read a version while it is being written. False: not to its end."""
+        self._begin(arriving.attempt)
+        arriving.memory.page_lock(self.device)
+        try:
+            for window, upto in enumerate(self._way.upto):
+                while (written := arriving.written()) is None or written < upto:
+                    if written is None or give_up():
+                        return False
+                    time.sleep(_LOOK)
+                self._fetch(arriving.memory, window)
+            return True
+        finally:
+            self._wait()
+
+    def _begin(self, attempt: int) -> None:
+        self.version = None
+        if attempt == 0 or attempt != self.attempt:
+            self._there = [False] * len(self._there)
+        self.attempt = attempt
+
+    def _fetch(self, memory: Memory, window: int) -> None:
+        base = self.buffer.data_ptr()
+        self._way.copy(self._lane, memory, window, base)
+        self._digesting.after(self._lane.mark())
+        self._way.digest(self._digesting, window, base)
+        self._there[window] = True
+
+    def _wait(self) -> None:
+        self._lane.wait()
+        self._digesting.wait()
+
+    def take(
+        self, memory: Memory, version: Version, deadline: Deadline, share: Share = (0, 1)
+    ) -> None:
+        """Have a leased version here, and verified; what was read ahead of it is not read again.
+
+        Raises:
+            CorruptError: some chunks are not what they were. DeadlineError: it took too long.
+        """
+        self._begin(memory.attempt)
+        memory.page_lock(self.device)
+        self._way.require_right(memory, share)
+        ahead = any(self._there)
+        self._read(memory, deadline)
+        wrong = self._way.arrived.wrong(memory) if self._way.selection.whole else []
+        if wrong and ahead:
+            for chunk in wrong:
+                self._there[chunk * CHUNK // WINDOW] = False
+            self._read(memory, deadline)
+            wrong = self._way.arrived.wrong(memory)
+        if wrong:
+            self._begin(0)
+            raise memory.wrong(wrong)
+        self.version = version
+
+    def _read(self, memory: Memory, deadline: Deadline) -> None:
+        try:
+            for window, there in enumerate(self._there):
+                if not there:
+                    _require_time(deadline, window, len(self._there))
+                    self._fetch(memory, window)
+        finally:
+            self._wait()
+
+
+class Through:
+    """Bytes of versions on their way to places of the device, with nothing kept in between.
+
+    Args:
+        into, offset, length: int64: addresses on the device, the layout's bytes that go there.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        geometry: Geometry,
+        selection: Selection,
+        into: Addresses,
+        offset: Addresses,
+        length: Addresses,
+    ) -> None:
+        self._way = _Way(device, geometry, selection)
+        room = min(WINDOW, selection.nbytes)
+        self._buffers = [device.empty(room) for _ in range(_BUFFERS)]
+        self._lane, self._work = device.lane(), device.lane()
+        self._moves = self._moved(device, into, offset, length)
+
+    def _moved(
+        self, device: Device, into: Addresses, offset: Addresses, length: Addresses
+    ) -> list[Moves | None]:
+        order = np.argsort(offset, kind="stable")
+        into, length = into[order], length[order]
+        place = self._way.selection.places(offset[order])
+        into, length, place = cut(into, length, place, WINDOW)
+        number = place // WINDOW
+        order = np.argsort(number, kind="stable")
+        into, length, place, number = into[order], length[order], place[order], number[order]
+        moves: list[Moves | None] = []
+        for window in range(len(self._way.windows)):
+            begin, _ = self._way.bounds(window)
+            low, high = np.searchsorted(number, [begin // WINDOW, begin // WINDOW + 1])
+            some = slice(int(low), int(high))
+            found = None
+            if high > low:
+                found = device.moves(into[some], place[some] - begin, length[some])
+            moves.append(found)
+        return moves
+
+    def run(self, memory: Memory, deadline: Deadline, share: Share = (0, 1)) -> None:
+        """Bring a leased version to its places.
+
+        Raises:
+            CorruptError, DeadlineError: as for :meth:`Staging.take`. Unless the ranks shared the
+            verification, some or all of the places have been written then.
+        """
+        way, device = self._way, self._way.device
+        memory.page_lock(device)
+        way.require_right(memory, share)
+        self._work.after(device.current().mark())
+        free = [self._work.mark()] * _BUFFERS
+        try:
+            for window, moves in enumerate(self._moves):
+                _require_time(deadline, window, len(self._moves))
+                address = self._buffers[window % _BUFFERS].data_ptr()
+                begin, _ = way.bounds(window)
+                self._lane.after(free[window % _BUFFERS])
+                way.copy(self._lane, memory, window, address - begin)
+                self._work.after(self._lane.mark())
+                if moves is not None:
+                    moves.run(self._work, address)
+                way.digest(self._work, window, address - begin)
+                free[window % _BUFFERS] = self._work.mark()
+        finally:
+            self._lane.wait()
+            self._work.wait()
+        wrong = way.arrived.wrong(memory) if way.selection.whole else []
+        if wrong:
+            raise memory.wrong(wrong)
+
+
+def merged(
+    into: Addresses, offset: Addresses, length: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The same copies, in the order of the layout, those that go on where one ends joined to it."""
+    order = np.argsort(offset, kind="stable")
+    into, offset, length = into[order], offset[order], length[order]
+    joined = (into[1:] == into[:-1] + length[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~joined])) if len(into) else order
+    if len(first) == 0:
+        return into, offset, length
+    return into[first], offset[first], np.add.reduceat(length, first)
