@@ -39,6 +39,25 @@ def tensors(layer: nn.Module, layers: Collection[nn.Module]) -> dict[str, torch.
     return {path: v for path, v in walk(layer, layers) if isinstance(v, torch.Tensor)}
 
 
+def numbers(layer: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
+    """The numbers and flags that hang on a layer, by path."""
+    return {
+        f"{path}.{name}" if path else str(name): child
+        for path, value in walk(layer, layers)
+        if not isinstance(value, torch.Tensor)
+        for name, child in _children(value)
+        if type(child) in (bool, int, float) and name not in _BOOKKEEPING
+    }
+
+
+_BOOKKEEPING = (
+    "_already_called_process_weights_after_loading",
+    "_do_torchao_reload",
+    "_original_do_torchao_reload",
+)
+"""What vLLM's reload notes on a layer for itself."""
+
+
 class Memory:
     """A layer as it is now, to be put back: its attributes, its helpers', and their tensors.
 
@@ -110,10 +129,13 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         held = vars(value)
         if isinstance(value, nn.Module):
             yield from [(n, m) for n, m in held["_modules"].items() if _is_method(m)]
-        yield from [(n, v) for n, v in held.items() if n not in _SKIPPED]
+        yield from [(n, v) for n, v in held.items() if n not in _SKIPPED and _OURS not in n]
 
 
 _SKIPPED = {*_REGISTERED, *_CACHES}
+
+_OURS = "_weightsync_"
+"""Attributes that ``compat`` notes on a model in reload."""
 
 
 def _is_helper(value: Any) -> bool:
