@@ -265,6 +265,7 @@ def _insist(action: Callable[[], None]) -> BaseException | None:
 
 def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
     engine.apply(update, deadline)
+    update.snapshot.settle()
     invalid = engine.unrestored()
     if invalid:
         raise EngineError(

@@ -7,7 +7,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -331,30 +331,50 @@ class Sender:
         deadline: Deadline,
         receivers: Sequence[str] | None,
     ) -> SyncReport:
-        """Have the attached receivers apply the version, and wait for the others if asked to."""
+        """Have the attached receivers apply the version, and wait for the others if asked to.
+
+        Afterwards nobody reads the trainer's own memory any more.
+        """
         answers = {lost.receiver: lost for lost in report.receivers}
-        for receiver in self._attached:
-            if receivers is not None and receiver.id not in receivers:
-                continue
-            try:
-                receiver.apply_weights(report.version, deadline.remaining)
-            except Exception as error:
-                log.warning("attached receiver %s: %s", receiver.id, error)
-            answers[receiver.id] = receiver.status()
-        if wait == "applied" and set(receivers or ["?"]) - set(answers):
-            late = self._publisher.wait_applied(report.version, deadline, receivers)
-            if not late and not answers:
-                raise DeadlineError(
-                    f"version {report.version.number} is published, but no receiver was connected "
-                    f"within {deadline.seconds:.1f} s to apply it"
-                )
-            answers.update({r.receiver: r for r in late if r.receiver not in answers})
+        try:
+            self._hear(answers, report.version, wait, deadline, receivers)
+        except BaseException:
+            with suppress(WeightSyncError):
+                self._publisher.conclude(report.version, Deadline(0), tuple(answers))
+            raise
+        concluded = self._publisher.conclude(report.version, deadline, tuple(answers))
+        answers = {**{answer.receiver: answer for answer in concluded}, **answers}
         slowest = replace(
             report.seconds,
             apply=max((r.seconds.apply for r in answers.values()), default=0.0),
             pause=max((r.seconds.pause for r in answers.values()), default=0.0),
         )
         return replace(report, receivers=tuple(answers.values()), seconds=slowest)
+
+    def _hear(
+        self,
+        answers: dict[str, ReceiverReport],
+        version: Version,
+        wait: str,
+        deadline: Deadline,
+        receivers: Sequence[str] | None,
+    ) -> None:
+        for receiver in self._attached:
+            if receivers is not None and receiver.id not in receivers:
+                continue
+            try:
+                receiver.apply_weights(version, deadline.remaining)
+            except Exception as error:
+                log.warning("attached receiver %s: %s", receiver.id, error)
+            answers[receiver.id] = receiver.status()
+        if wait == "applied" and set(receivers or ["?"]) - set(answers):
+            late = self._publisher.wait_applied(version, deadline, receivers)
+            if not late and not answers:
+                raise DeadlineError(
+                    f"version {version.number} is published, but no receiver was connected "
+                    f"within {deadline.seconds:.1f} s to apply it"
+                )
+            answers.update({r.receiver: r for r in late if r.receiver not in answers})
 
     def _bereaved(self, report: SyncReport) -> list[ReceiverReport]:
         """The receivers that have the version, and lost an engine since that was last looked at."""

@@ -8,7 +8,7 @@ itself. Nothing here knows of engines or trainers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -146,6 +146,25 @@ class Publisher(ABC):
         Never raises for a receiver's sake: the state of each report says what became of it.
         """
 
+    def conclude(
+        self, version: Version, deadline: Deadline, answered: Collection[str] = ()
+    ) -> list[ReceiverReport]:
+        """End an update, the last one published: the trainer may change its weights after this.
+
+        For transports that keep no copy: they wait here until nobody reads any more, and take
+        the version back from whoever is late. Others have nothing to wait for.
+
+        Args:
+            answered: ids of the receivers that the caller has heard already.
+
+        Returns:
+            What the receivers said that were waited for; late ones are ``waiting``.
+
+        Raises:
+            DeadlineError: somebody who is no receiver still reads. The version is taken back.
+        """
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -258,6 +277,13 @@ class Snapshot(ABC):
 
         Raises:
             CorruptError: some bytes are wrong; targets may then be half written.
+        """
+
+    def settle(self) -> None:
+        """Called after the last read: only then it is sure that all reads were of this version.
+
+        Raises:
+            VersionGoneError: the bytes may have changed meanwhile. What was read is worthless.
         """
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -60,6 +60,8 @@ _ARGUMENTS = {
     "cuMemHostUnregister": [ctypes.c_void_p],
     "cuMemcpyAsync": [_pointer, _pointer, _size, ctypes.c_void_p],
     "cuMemcpy2DAsync_v2": [ctypes.POINTER(_Copy2D), ctypes.c_void_p],
+    "cuMemAlloc_v2": [ctypes.POINTER(_pointer), _size],
+    "cuMemFree_v2": [_pointer],
     "cuMemGetAddressRange_v2": [ctypes.POINTER(_pointer), ctypes.POINTER(_size), _pointer],
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), _pointer],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_pointer), _IpcHandle, ctypes.c_uint],
@@ -168,6 +170,23 @@ def copy_rows(
     )
     with on(device):
         _call("cuMemcpy2DAsync_v2", ctypes.byref(what), stream)
+
+
+def allocate(device: int, nbytes: int) -> int:
+    """Memory of ``cuMemAlloc``, which torch knows nothing of; until :func:`free`.
+
+    Raises:
+        DriverError: there is too little.
+    """
+    address = _pointer()
+    with on(device):
+        _call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+    return address.value or 0
+
+
+def free(device: int, address: int) -> None:
+    with on(device):
+        _call("cuMemFree_v2", address)
 
 
 def allocation(device: int, address: int) -> tuple[int, int]:

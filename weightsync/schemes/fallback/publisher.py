@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +154,13 @@ class FallbackPublisher(Publisher):
         answers = Answers(version, receivers, self._routes, self._sent, deadline)
         found = deadline.wait(answers.look)
         return answers.reports() if found is None else found
+
+    def conclude(
+        self, version: Version, deadline: Deadline, answered: Collection[str] = ()
+    ) -> list[ReceiverReport]:
+        self._require_open()
+        said = [route.publisher.conclude(version, deadline, answered) for route in self._routes]
+        return [report for reports in said for report in reports]
 
     # ---------------------------------------------------------------- the end
 
