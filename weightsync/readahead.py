@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from multiprocessing.util import Finalize
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError
+from weightsync.manifest import Manifest
 from weightsync.transport import Memory, Subscriber
 from weightsync.upload import Share, Staging
 from weightsync.version import Version
@@ -19,6 +21,9 @@ log = logging.getLogger("weightsync")
 
 _LOOK = 0.002
 """Seconds between two looks whether something is being written."""
+
+_END = 30.0
+"""Seconds for what is under way when it ends: a window, or locking the pages of a mapping."""
 
 
 class ReadAhead:
@@ -36,9 +41,12 @@ class ReadAhead:
         self._wanted = threading.Event()
         self._closed = threading.Event()
         self._held = False
-        self._following: int = 0
+        self._following = 0
+        self._done = 0
         self._thread = threading.Thread(target=self._run, name="weightsync ahead", daemon=True)
         self._thread.start()
+        # Torch does not like its threads to be interrupted by the interpreter's end.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def take(
         self, memory: Memory, version: Version, deadline: Deadline, share: Share = (0, 1)
@@ -48,9 +56,10 @@ class ReadAhead:
 
         Raises:
             CorruptError: see :meth:`~weightsync.upload.Staging.take`. DeadlineError: likewise.
+            Nothing is left there then.
         """
         self._held = True
-        if self._following != memory.attempt:
+        if memory.attempt == 0 or self._following != memory.attempt:
             self._wanted.set()  # what is being read is another version: that is over now
         try:
             if not self._using.acquire(timeout=max(deadline.remaining, 0.001)):
@@ -60,18 +69,25 @@ class ReadAhead:
                     self.staging.take(memory, version, deadline, share)
             finally:
                 self._using.release()
+        except BaseException:
+            self._held = False
+            raise
         finally:
             self._wanted.clear()
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether versions of this manifest are read."""
+        return manifest.fingerprint == self._fingerprint
 
     def release(self) -> None:
         """The version is not needed any more: others may be read in its place."""
         self._held = False
 
     def close(self) -> None:
-        """Read no more. Returns when nothing is under way."""
+        """Read no more. Returns when nothing is under way. Idempotent."""
+        self._at_exit.cancel()
         self._closed.set()
-        self._wanted.set()
-        self._thread.join()
+        self._thread.join(_END)
 
     def _run(self) -> None:
         while not self._closed.wait(_LOOK):
@@ -87,13 +103,17 @@ class ReadAhead:
         arriving = self._subscriber.arriving()
         if arriving is None or arriving.manifest.fingerprint != self._fingerprint:
             return
-        if arriving.attempt == self.staging.attempt:
+        if arriving.attempt == self._done:
             return
         with self._using:
             if self._held:
                 return
             self._following = arriving.attempt
             try:
-                self.staging.follow(arriving, self._wanted.is_set)
+                if self.staging.follow(arriving, self._is_over):
+                    self._done = arriving.attempt
             finally:
                 self._following = 0
+
+    def _is_over(self) -> bool:
+        return self._wanted.is_set() or self._closed.is_set()

@@ -162,6 +162,8 @@ class Staging:
         arriving.memory.page_lock(self.device)
         try:
             for window, upto in enumerate(self._way.upto):
+                if self._there[window]:
+                    continue  # its sender stood still for a while
                 while (written := arriving.written()) is None or written < upto:
                     if written is None or give_up():
                         return False

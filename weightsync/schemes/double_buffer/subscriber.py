@@ -55,26 +55,30 @@ class MappedGeneration:
         self.index = {spec.name: number for number, spec in enumerate(self.manifest.tensors)}
         self._slots: dict[int, Slot] = {}
         self._views: list[ProgressView] = []
-        self._stuck: tuple[int, int] = 0, 0
-        self._grew = 0.0
+        self._grew: dict[int, tuple[int, int, float]] = {}
 
     def arriving(self, newest: Version | None) -> SlotArriving | None:
-        """What is being written into one of the slots, if it is newer than a version."""
+        """The newest version that is being written into a slot, if it is newer than another."""
         if not self._views:
             self._views = self._progress()
+        found: tuple[Version, int, int] | None = None
         for number, view in enumerate(self._views):
             seen = view.look()
             if seen is None or (newest is not None and seen[1] <= newest):
                 continue
             attempt, version, written = seen
-            if self._stands_still(attempt, written):
+            if found is not None and version <= found[0]:
                 continue
-            try:
-                memory = SlotMemory(self.slot(number), self, None, attempt, str(version))
-            except (OSError, WeightSyncError):
-                return None
-            return SlotArriving(version, self.manifest, attempt, memory, view)
-        return None
+            if not self._stands_still(number, attempt, written):
+                found = version, number, attempt
+        if found is None:
+            return None
+        version, number, attempt = found
+        try:
+            memory = SlotMemory(self.slot(number), self, None, attempt, str(version))
+        except (OSError, WeightSyncError):
+            return None
+        return SlotArriving(version, self.manifest, attempt, memory, self._views[number])
 
     def _progress(self) -> list[ProgressView]:
         views: list[ProgressView] = []
@@ -83,15 +87,18 @@ class MappedGeneration:
                 views.append(view)
         return views
 
-    def _stands_still(self, attempt: int, written: int) -> bool:
-        """Whether its sender has written nothing for a while: it may be dead."""
-        if self._stuck != (attempt, written):
-            self._stuck, self._grew = (attempt, written), time.monotonic()
-        return time.monotonic() - self._grew > _STILL
+    def _stands_still(self, number: int, attempt: int, written: int) -> bool:
+        """Whether a slot is not whole and has not grown for a while: its sender may be dead."""
+        now = time.monotonic()
+        before = self._grew.get(number)
+        if before is None or before[:2] != (attempt, written):
+            before = self._grew[number] = attempt, written, now
+        return written < self.manifest.nbytes and now - before[2] > _STILL
 
     def slot(self, number: int) -> Slot:
         if number not in self._slots:
-            self._slots[number] = Slot.open(self.directory, number, slot_size(self.manifest))
+            opened = Slot.open(self.directory, number, slot_size(self.manifest))
+            self._slots.setdefault(number, opened)  # another thread may have been faster
         return self._slots[number]
 
 
@@ -144,7 +151,7 @@ class SlotArriving(Arriving):
             return None
         if seen[2] > self._written:
             self._written, self._grew = seen[2], time.monotonic()
-        elif time.monotonic() - self._grew > _STILL:
+        elif self._written < self.memory.nbytes and time.monotonic() - self._grew > _STILL:
             return None
         return self._written
 
