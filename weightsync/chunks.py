@@ -282,6 +282,11 @@ class SlotWriter:
         self._digests = np.zeros(geometry.chunks, dtype=np.uint64)
         self._digested = np.zeros(geometry.chunks, dtype=bool)
 
+    @property
+    def chunks(self) -> int:
+        """How many the slot has."""
+        return self._geometry.chunks
+
     def write_all(self, addresses: Addresses) -> None:
         """Copy every tensor in.
 
@@ -379,7 +384,7 @@ class SlotWriter:
         return chunks, self._digests[chunks]
 
     def adopt(self, chunks: Addresses, digests: Digests) -> None:
-        """Take over what another process wrote and digested."""
+        """Take over what somebody else wrote and digested: another process, or a GPU."""
         self._digests[chunks] = digests
         self._digested[chunks] = True
 

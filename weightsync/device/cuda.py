@@ -34,6 +34,12 @@ class CUDALane(Lane):
         self.stream = stream
         self._device = stream.device_index
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CUDALane) and bool(self.stream == other.stream)
+
+    def __hash__(self) -> int:
+        return hash(self.stream)
+
     def copy(self, into: int, out_of: int, nbytes: int) -> None:
         if nbytes:
             driver.copy(self._device, into, out_of, nbytes, self.stream.cuda_stream)

@@ -26,7 +26,10 @@ class Mark(ABC):
 
 
 class Lane(ABC):
-    """Work that is done in order, one piece after the other, while the caller goes on."""
+    """Work that is done in order, one piece after the other, while the caller goes on.
+
+    Two objects for one lane are equal.
+    """
 
     @abstractmethod
     def copy(self, into: int, out_of: int, nbytes: int) -> None:

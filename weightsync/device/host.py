@@ -26,6 +26,12 @@ class HostMark(Mark):
 
 
 class HostLane(Lane):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostLane)
+
+    def __hash__(self) -> int:
+        return hash(HostLane)
+
     def copy(self, into: int, out_of: int, nbytes: int) -> None:
         ctypes.memmove(into, out_of, nbytes)
 

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from operator import itemgetter
 
+import numpy as np
 import torch
 
-from weightsync.chunks import Geometry, SlotWriter
+from weightsync.chunks import Copier, Geometry, SlotWriter
 from weightsync.deadline import Deadline
-from weightsync.download import Download, Downloads, Flow, Packer
+from weightsync.download import Blocks, Download, Downloads, Flow, Landed, Packer, Plan
 from weightsync.files import Directory, Lock
 from weightsync.intake import Intake, copy_tensor
-from weightsync.manifest import Manifest
+from weightsync.manifest import Manifest, ParamSpec
 from weightsync.schemes.double_buffer import layout
-from weightsync.schemes.double_buffer.progress import Progress
+from weightsync.schemes.double_buffer.progress import Arrived, Progress
 from weightsync.schemes.double_buffer.slot import Slot, slot_size
 from weightsync.source import Inventory
-from weightsync.tensors import plain_address
+from weightsync.tensors import Addresses, plain_address
+
+PORTION = 512 << 20
+"""Bytes that are written before readers are told, at least, of tensors in ordinary memory."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """From where the tensors of an inventory come that exist anyway, by their numbers in it.
+
+    Attributes:
+        addresses: of the inventory. It is the very same array for as long as all of this holds.
+        converted: those that are copied by torch, one by one.
+        here: those that lie in the slot then, or in memory at their addresses: neighbours that are
+            written at a time.
+        elsewhere: those on GPUs: by which way they come, and how.
+    """
+
+    addresses: Addresses
+    converted: list[int]
+    here: list[Addresses]
+    elsewhere: list[tuple[Download, list[int], Plan]]
 
 
 class Generation:
@@ -33,109 +57,146 @@ class Generation:
         self.locks = [Lock(directory, layout.slot_lock(n), create=True) for n in range(slots)]
         self.slots = [Slot.create(directory, n, size) for n in range(slots)]
         self.progress = [Progress(directory, n) for n in range(slots)]
+        self._placement: Placement | None = None
 
-    def view(self, slot: int, tensor: int) -> torch.Tensor:
-        return self.slots[slot].view(self.manifest.tensors[tensor])
+    def placement(self, inventory: Inventory, downloads: Downloads) -> Placement:
+        if self._placement is None or self._placement.addresses is not inventory.addresses:
+            self._placement = self._place(inventory, downloads)
+        return self._placement
 
-
-def write_resident(
-    generation: Generation,
-    slot: int,
-    inventory: Inventory,
-    writer: SlotWriter,
-    downloads: Downloads,
-) -> None:
-    """Write the tensors that exist anyway, all at once."""
-    specs = generation.manifest.tensors
-    there: list[int] = []
-    elsewhere: dict[torch.device, list[int]] = {}
-    for number, value in enumerate(inventory.values):
-        if isinstance(value, torch.Tensor):
-            if not value.is_cpu and downloads.of(value.device, generation.geometry.nbytes):
-                elsewhere.setdefault(value.device, []).append(number)
+    def _place(self, inventory: Inventory, downloads: Downloads) -> Placement:
+        here: list[int] = []
+        converted: list[int] = []
+        elsewhere: dict[Download, list[int]] = {}
+        for number, value in enumerate(inventory.values):
+            if not isinstance(value, torch.Tensor):
                 continue
-            there.append(number)
-            if inventory.addresses[number] == 0:
-                copy_tensor(generation.view(slot, number), value, specs[number].name)
-    if len(there) == len(specs):
-        writer.write_all(inventory.addresses)
-    elif there:
-        writer.write(there, inventory.addresses[there])
-    progress = generation.progress[slot]
-    awaited = inventory.streamed()
-    limit = specs[awaited[0]].offset if awaited else generation.geometry.nbytes
-    for number, (place, numbers) in enumerate(elsewhere.items()):
-        if number + 1 < len(elsewhere):
-            limit = 0  # the others' tensors may lie before these
-        with _flow(generation, slot, place, writer, downloads, progress, limit) as (download, flow):
-            download.write(inventory, generation.geometry, flow, numbers)
-
-
-@contextmanager
-def _flow(
-    generation: Generation,
-    slot: int,
-    place: torch.device,
-    writer: SlotWriter,
-    downloads: Downloads,
-    progress: Progress,
-    limit: int,
-) -> Iterator[tuple[Download, Flow]]:
-    """
-    Args:
-        limit: what lies behind is not known to be there.
-    """
-    geometry, memory = generation.geometry, generation.slots[slot]
-    download = downloads.of(place, geometry.nbytes)
-    assert download is not None
-    memory.page_lock(download.device)
-
-    def wrote(upto: int) -> None:
-        progress.wrote(min(upto, limit))
-
-    with download.flow(geometry, memory.address, writer, wrote) as flow:
-        yield download, flow
-
-
-def write_stream(
-    generation: Generation,
-    slot: int,
-    inventory: Inventory,
-    writer: SlotWriter,
-    deadline: Deadline,
-    awaited: Sequence[int],
-    downloads: Downloads,
-) -> float:
-    """Write what comes as a stream, each tensor before the next one is asked for.
-
-    Returns:
-        The seconds the source took.
-
-    Raises:
-        SourceError, DeadlineError: see :class:`~weightsync.intake.Intake`.
-    """
-    intake = Intake(inventory, awaited, deadline)
-    packers: dict[torch.device, Packer] = {}
-    with ExitStack() as flows:
-        for number, tensor in intake:
-            spec = generation.manifest.tensors[number]
-            place = tensor.device
-            if not spec.nbytes:
-                writer.write([number], [0])
-            elif downloads.of(place, generation.geometry.nbytes):
-                if place not in packers:
-                    opened = _flow(
-                        generation, slot, place, writer, downloads, generation.progress[slot], 0
-                    )
-                    _, flow = flows.enter_context(opened)
-                    packers[place] = Packer(flow, generation.geometry)
-                packers[place].put(number, spec, tensor)
+            download = downloads.of(value.device, self.geometry.nbytes)
+            if download is None or not value.numel():
+                here.append(number)
+                if inventory.addresses[number] == 0 and value.numel():
+                    converted.append(number)
             else:
-                address = plain_address(tensor, spec.dtype)
-                if address == 0:
-                    copy_tensor(generation.view(slot, number), tensor, spec.name)
-                writer.write([number], [address])
-            del tensor  # before the next one is made
-        for packer in packers.values():
-            packer.flush()
-    return intake.seconds
+                elsewhere.setdefault(download, []).append(number)
+        plans = [
+            (way, numbers, self._plan(way, inventory, numbers))
+            for way, numbers in elsewhere.items()
+        ]
+        return Placement(inventory.addresses, converted, self._neighbours(here), plans)
+
+    def _plan(self, download: Download, inventory: Inventory, numbers: list[int]) -> Plan:
+        specs = [self.manifest.tensors[number] for number in numbers]
+        offsets, sizes = [s.offset for s in specs], [s.nbytes for s in specs]
+        return download.plan(Blocks.of(specs, offsets, sizes), _tensors(inventory, numbers))
+
+    def _neighbours(self, numbers: list[int]) -> list[Addresses]:
+        """The same, in groups between which tensors of others lie, or which have bytes enough."""
+        which = np.array(numbers, dtype=np.int64)
+        mine = np.zeros(len(self.geometry.sizes), dtype=bool)
+        mine[which] = True
+        others = np.cumsum(self.geometry.nonempty & ~mine)[which]
+        portion = self.geometry.offsets[which] // PORTION
+        cuts = np.flatnonzero((np.diff(others) != 0) | (np.diff(portion) != 0)) + 1
+        return [group for group in np.split(which, cuts) if len(group)]
+
+
+class Filling:
+    """One slot, while it is being filled with one version.
+
+    Attributes:
+        writer: has the digests of what is written so far.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        slot: int,
+        inventory: Inventory,
+        copier: Copier,
+        downloads: Downloads,
+    ) -> None:
+        self._generation, self._inventory, self._downloads = generation, inventory, downloads
+        self.slot = generation.slots[slot]
+        self.writer = SlotWriter(generation.geometry, self.slot.bytes, copier)
+        self._arrived = Arrived(generation.progress[slot], generation.geometry.nbytes)
+
+    def write_resident(self) -> None:
+        """Write the tensors that exist anyway: many at a time, and those of all GPUs at once."""
+        inventory, geometry = self._inventory, self._generation.geometry
+        placement = self._generation.placement(inventory, self._downloads)
+        with ExitStack() as flows:
+            work = []
+            for download, numbers, plan in placement.elsewhere:
+                flow = flows.enter_context(self._flow(download))
+                tensors = _tensors(inventory, numbers)
+                work += [(w.origin, w, download, plan, tensors, flow) for w in plan.windows]
+            for _, window, download, plan, tensors, flow in sorted(work, key=itemgetter(0)):
+                download.run(plan, window, tensors, flow)
+            for number in placement.converted:
+                value, spec = inventory.values[number], self._spec(number)
+                assert isinstance(value, torch.Tensor)
+                copy_tensor(self.slot.view(spec), value, spec.name)
+            for group in placement.here:
+                if len(group) == len(inventory.values):
+                    self.writer.write_all(inventory.addresses)
+                else:
+                    self.writer.write(group.tolist(), inventory.addresses[group])
+                ends = geometry.offsets[group[-1]] + geometry.sizes[group[-1]]
+                self._arrived.add(int(geometry.offsets[group[0]]), int(ends))
+
+    def write_stream(self, deadline: Deadline, awaited: Sequence[int]) -> float:
+        """Write what comes as a stream, each tensor before the next one is asked for.
+
+        Returns:
+            The seconds the source took.
+
+        Raises:
+            SourceError, DeadlineError: see :class:`~weightsync.intake.Intake`.
+        """
+        intake = Intake(self._inventory, awaited, deadline)
+        packers: dict[Download, Packer] = {}
+        with ExitStack() as flows:
+            for number, tensor in intake:
+                spec = self._spec(number)
+                download = self._downloads.of(tensor.device, self._generation.geometry.nbytes)
+                if download is None or not spec.nbytes:
+                    self._write(number, tensor)
+                else:
+                    if download not in packers:
+                        packers[download] = Packer(flows.enter_context(self._flow(download)))
+                    packers[download].put(spec, tensor)
+                del tensor  # before the next one is made
+            for packer in packers.values():
+                packer.flush()
+        return intake.seconds
+
+    def _write(self, number: int, tensor: torch.Tensor) -> None:
+        spec = self._spec(number)
+        address = plain_address(tensor, spec.dtype)
+        if address == 0:
+            copy_tensor(self.slot.view(spec), tensor, spec.name)
+        self.writer.write([number], [address])
+        if spec.nbytes:
+            self._arrived.add(spec.offset, spec.offset + spec.nbytes)
+
+    def _spec(self, number: int) -> ParamSpec:
+        return self._generation.manifest.tensors[number]
+
+    def _flow(self, download: Download) -> AbstractContextManager[Flow]:
+        return flow_into(self.slot, download, self.writer, self._arrived.add, self._downloads)
+
+
+def flow_into(
+    slot: Slot, download: Download, writer: SlotWriter, landed: Landed, downloads: Downloads
+) -> AbstractContextManager[Flow]:
+    """A way from a GPU into a slot, page-locked if that can be done."""
+    if not slot.page_lock(download.device) and download.device.place.type != "cpu":
+        downloads.note(
+            f"the buffers could not be page-locked for {download.device.place} (on a disk's file "
+            "system, or more than may be locked?): copies from there are slower"
+        )
+    return download.flow(slot.address, writer, landed)
+
+
+def _tensors(inventory: Inventory, numbers: Sequence[int]) -> list[torch.Tensor]:
+    return [v for v in map(inventory.values.__getitem__, numbers) if isinstance(v, torch.Tensor)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsync.chunks import Copier, Digests, SlotWriter
+from weightsync.chunks import Copier, Digests
 from weightsync.deadline import Deadline
 from weightsync.download import Downloads
 from weightsync.errors import (
@@ -28,7 +28,7 @@ from weightsync.run.receivers import Receivers, RecordFiles
 from weightsync.run.records import MAX_RECORD, addressees
 from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.double_buffer import layout
-from weightsync.schemes.double_buffer.generation import Generation, write_resident, write_stream
+from weightsync.schemes.double_buffer.generation import Filling, Generation
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.removal import remove_generation, remove_run
 from weightsync.schemes.double_buffer.rows import (
@@ -70,7 +70,7 @@ class DoubleBufferPublisher(Publisher):
         self._stale: dict[str, bytes] = {}
         self._copier = Copier(scheme.threads)
         self._downloads = Downloads()
-        self._rows = RowWriter(scheme.path, self._copier)
+        self._rows = RowWriter(scheme.path, self._copier, self._downloads)
 
     # ---------------------------------------------------------------- owning the run
 
@@ -204,13 +204,13 @@ class DoubleBufferPublisher(Publisher):
         if slot is None:
             return Published(nbytes, count, None, looked, 0.0, skipped=True)
         progress = generation.progress[slot]
-        same = None
+        whole = False
         try:
             generation.directory.remove(layout.slot_record(slot))
             attempt = progress.begin(version)
-            writer = SlotWriter(generation.geometry, generation.slots[slot].bytes, self._copier)
-            streamed = self._fill(generation, slot, inventory, writer, deadline, crew)
-            digests = writer.digests()
+            filling = Filling(generation, slot, inventory, self._copier, self._downloads)
+            streamed = self._fill(generation, slot, filling, inventory, deadline, crew)
+            digests = filling.writer.digests()
             commit = Commit(
                 version,
                 generation.name,
@@ -228,8 +228,9 @@ class DoubleBufferPublisher(Publisher):
                     layout.slot_digests(slot), digests.astype("<u8").tobytes()
                 )
                 generation.directory.replace(layout.slot_record(slot), commit.to_json())
+                whole = True
         finally:
-            if same is not False:
+            if not whole:
                 progress.give_up()
             # Free before it becomes the head, so that the first reader finds it so.
             generation.locks[slot].unlock()
@@ -259,14 +260,16 @@ class DoubleBufferPublisher(Publisher):
         except (OSError, WeightSyncError) as error:  # the version is published all the same
             log.warning("%s: old buffers could not be removed: %s", run.path, error)
         extract = looked + streamed
-        return Published(nbytes, count, changed, extract, time.perf_counter() - began - extract)
+        transfer = time.perf_counter() - began - extract
+        notes = self._downloads.notes()
+        return Published(nbytes, count, changed, extract, transfer, notes=notes)
 
     def _fill(
         self,
         generation: Generation,
         slot: int,
+        filling: Filling,
         inventory: Inventory,
-        writer: SlotWriter,
         deadline: Deadline,
         crew: Crew | None,
     ) -> float:
@@ -276,26 +279,16 @@ class DoubleBufferPublisher(Publisher):
             The seconds the source took.
         """
         if crew is None:
-            write_resident(generation, slot, inventory, writer, self._downloads)
-            return write_stream(
-                generation,
-                slot,
-                inventory,
-                writer,
-                deadline,
-                inventory.streamed(),
-                self._downloads,
-            )
+            filling.write_resident()
+            return filling.write_stream(deadline, inventory.streamed())
         if not generation.directory.status(layout.CREW):
             generation.directory.replace(layout.CREW, b"")
         crew.start(ticket_of(self._ownership.epoch, generation.name, slot))
-        write_resident(generation, slot, inventory, writer, self._downloads)
-        blocks = [write_rows(generation.slots[slot], inventory, writer)]
-        blocks += [adopt(written, writer) for written in crew.finish(deadline)]
+        filling.write_resident()
+        blocks = [write_rows(filling.slot, inventory, filling.writer, self._downloads)]
+        blocks += [adopt(written, filling.writer) for written in crew.finish(deadline)]
         require_all(inventory, np.concatenate(blocks))
-        return write_stream(
-            generation, slot, inventory, writer, deadline, inventory.gathered(), self._downloads
-        )
+        return filling.write_stream(deadline, inventory.gathered())
 
     def contribute(
         self, ticket: dict[str, Any], inventory: Inventory, deadline: Deadline

@@ -30,7 +30,7 @@ class Slot:
     def __init__(self, mapping: mmap.mmap, file: os.stat_result) -> None:
         self._file = file.st_dev, file.st_ino
         self.bytes = memoryview(mapping)
-        self._locks: dict[torch.device, PageLock | None] = {}
+        self._locks: dict[str, PageLock | None] = {}
         self._locking = threading.Lock()
         with warnings.catch_warnings():
             # Readers' mappings are read-only on purpose; torch has no read-only tensors.
@@ -98,15 +98,17 @@ class Slot:
     def page_lock(self, device: Device) -> bool:
         """Have copies between the slot and a device run at the speed of the bus, from now on.
 
-        Takes seconds the first time. False: it cannot be done.
+        Takes seconds the first time; then it is so for all devices of the kind. False: it cannot
+        be done.
         """
+        kind = device.place.type
         with self._locking:
-            if device.place not in self._locks:
+            if kind not in self._locks:
                 lock = device.page_lock(self.address, len(self.bytes), not self.bytes.readonly)
-                self._locks[device.place] = lock
+                self._locks[kind] = lock
                 if lock is not None:  # before the mapping goes
                     weakref.finalize(self, lock.release).atexit = False
-            return self._locks[device.place] is not None
+            return self._locks[kind] is not None
 
     def offset(self, view: torch.Tensor) -> int:
         """Where a view of the slot begins, in bytes."""
