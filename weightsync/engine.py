@@ -135,6 +135,10 @@ class Engine(ABC):
     def apply(self, update: Update, deadline: Deadline) -> None:
         """Load the weights, in place. May leave a mix behind if it fails."""
 
+    def notes(self) -> Sequence[str]:
+        """What people should know of how the last version was applied."""
+        return ()
+
     def unrestored(self) -> Sequence[str]:
         """Names of tensors that the engine lost (in sleep) and that no update brings back."""
         return ()

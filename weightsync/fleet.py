@@ -254,6 +254,15 @@ class Fleet:
     def lost_weights(self) -> bool:
         return any(member.lost_weights() for member in self.alive)
 
+    def notes(self) -> tuple[str, ...]:
+        """On how the last update was applied, by name if there are several engines."""
+        one = len(self.members) == 1
+        return tuple(
+            note if one else f"engine {member.name!r}: {note}"
+            for member in self.alive
+            for note in member.engine.notes()
+        )
+
     def holds(self, version: Version) -> bool:
         """Whether any engine does."""
         return any(member.version == version for member in self.members)

@@ -369,6 +369,7 @@ class Receiver:
             fit.missing,
             fit.unexpected,
             receivers=(self.status(),),
+            notes=self._fleet.notes(),
         )
 
     # ---------------------------------------------------------------- other ways to be driven

@@ -32,6 +32,10 @@ _WRITTEN = "_weightsync_written"
 """Attribute of a model in reload: the storages of unguarded tensors that were written."""
 
 
+_PARTIAL = "_weightsync_partial"
+"""Attribute of a model in a reload that is not for all of its layers."""
+
+
 @dataclass(frozen=True)
 class Unguarded:
     """A tensor that a reload writes at once, with its values before.
@@ -226,9 +230,26 @@ def finish_layers(model: nn.Module, model_config: Any) -> list[nn.Module]:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     _, tied = _survey(model)
-    with _zeroed():
+    with _zeroed(), _unwarned(vars(model).pop(_PARTIAL, False)):
         finalize_layerwise_reload(model, model_config)
     return tied
+
+
+def expect_partial(model: nn.Module) -> None:
+    """The reload that is under way leaves layers out on purpose."""
+    setattr(model, _PARTIAL, True)
+
+
+@contextmanager
+def _unwarned(partial: bool) -> Iterator[None]:
+    """vLLM warns of every layer that got nothing. Of a partial reload these are most."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.logger.disabled, former = partial, layerwise.logger.disabled
+    try:
+        yield
+    finally:
+        layerwise.logger.disabled = former
 
 
 def process(layer: nn.Module) -> None:
@@ -372,7 +393,9 @@ def places(model: nn.Module) -> set[int]:
     return {tensor.data_ptr() for tensor in model.parameters() if tensor.numel()}
 
 
-def incomplete_layers(model: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
+def incomplete_layers(
+    model: nn.Module, elsewhere: Collection[int] = (), among: Collection[str] | None = None
+) -> list[str]:
     """The layers that an update leaves without some of their weights; call before finishing.
 
     A layer is complete when every parameter was loaded with every part it consists of. The
@@ -381,12 +404,12 @@ def incomplete_layers(model: nn.Module, elsewhere: Collection[int] = ()) -> list
     Args:
         elsewhere: what :func:`places` said, before the reload, of a model that this one shares
             layers with, and that brings the weights of those.
+        among: the only layers that the reload is for; None: all.
     """
     lacking, _ = _survey(model, elsewhere)
-    return [f"{name} lacks {', '.join(parts)}" for name, parts in lacking.items()] + [
-        f"{layer} lacks {name}"
-        for layer, _, name in (each.rpartition(".") for each in _unwritten(model))
-    ]
+    found = [(name, ", ".join(parts)) for name, parts in lacking.items()]
+    found += [(layer, name) for layer, _, name in (n.rpartition(".") for n in _unwritten(model))]
+    return [f"{layer} lacks {what}" for layer, what in found if among is None or layer in among]
 
 
 def _unwritten(model: nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ class SleepWatch:
         lost: which of the ``"model"`` and the ``"draft"`` hold no weights since deep sleep.
         deep: how often the worker slept deeply.
         invalid: names of tensors that were lost and that no update brings back.
+        before_sleep: called when memory is about to be given away.
         targets: the models that updates load; of the others everything is kept.
     """
 
@@ -39,11 +40,14 @@ class SleepWatch:
         self.deep = 0
         self.invalid: set[str] = set()
         self.targets: frozenset[str] = frozenset({"model"})
+        self.before_sleep: Callable[[], None] = lambda: None
         self._worker = worker
         self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def around_sleep(self, sleep: Callable[..., Any]) -> Callable[..., Any]:
         def watched(level: int = 1, *arguments: Any, **options: Any) -> Any:
+            if level >= 1:
+                self.before_sleep()
             if level >= 2 and "weights" not in self.asleep:
                 self._keep()
             result = sleep(level, *arguments, **options)

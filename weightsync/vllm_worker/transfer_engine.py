@@ -13,11 +13,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -27,13 +28,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
+from weightsync.chunks import Geometry
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineError, EngineError
+from weightsync.device import device_of
+from weightsync.errors import DeadlineError, EngineError, NoRoomError
 from weightsync.manifest import describe
+from weightsync.readahead import ReadAhead
 from weightsync.scheme import scheme_from_url
+from weightsync.selection import Selection
 from weightsync.transport import Snapshot, Subscriber
+from weightsync.upload import Share, Staging
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
+from weightsync.vllm_worker.loading import Apply, Loader
 
 _PATIENCE = 5.0
 """Seconds that the end of a worker waits for a version that is still being opened."""
@@ -84,6 +91,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._driven = False
         self._driver: list[Any] | None = None
         self._fits: dict[str, str] = {}
+        self._apply: Apply = "auto"
+        self._stage_wanted = False
+        self._loaders: dict[str, Loader] = {}
+        self._ahead: ReadAhead | None = None
+        self._why_not_staged = ""
+        self._verified = False
         self._worker: Any = None
         self._reader: tuple[int, int] | None = None
         self._last = True
@@ -103,6 +116,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ``begin``   open a session on the ``target``; one that a crash left open is undone first
         ``load``    load what was staged
         ``finish``  end the session; ``last`` of this update: the version is held now
+        ``apply``   begin, load and finish at once: no other worker needs to be waited for
         ``verify``  compare what the ``target`` holds with what was staged; changes nothing
         ``abandon`` undo the session: it failed here, or on another worker
         ``release`` give the lease back and forget the error
@@ -117,8 +131,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             JSON: ``rank``, ``error``, ``staging``, ``staged``, ``held``; ``paused``: a driver of
             ours paused the engine and has not resumed it; ``asleep``: the tags of memory that
             sleep took away; ``lost``: the models that deep sleep left without weights until the
-            next full update; ``invalid``: names of other tensors that are lost; and what
-            ``verify`` found.
+            next full update; ``invalid``: names of other tensors that are lost; what ``verify``
+            found; of ``check`` whether the ``target`` is ``planned``, and a ``note`` on how it is
+            loaded.
         """
         self._worker = worker
         watch = sleep.watch(worker)
@@ -147,6 +162,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._driven, self._error = True, None
             sleep.watch(self._worker).targets |= set(request.get("targets", ()))
             self._reader = int(request["first"]) + self._number, int(request["total"])
+            self._configure(request.get("apply", "auto"), bool(request.get("stage")))
             self._connect(str(request["scheme"]))
         elif op == "stage":
             self._end_former_session()
@@ -167,7 +183,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif op == "status" or self._error is not None:
             pass
         elif op == "check":
-            self._check(str(request["target"]))
+            return self._check(str(request["target"]))
+        elif op == "apply":
+            self._apply_planned(request)
         elif op == "verify":
             return self._verify(str(request["target"]))
         elif op == "begin":
@@ -229,19 +247,23 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._driven = self._driven or update_info.driven
         version = Version.parse(update_info.version)
         deadline = Deadline(float(update_info.timeout))
-        if self._staging is not None and not self._staging.over.wait(deadline.remaining):
-            raise DeadlineError(f"version {version} was not verified within its deadline")
         if self._error:
             return
-        if self._staged != version:
-            self._keep(self._open(update_info.scheme, version, deadline), version)
+        self._lease(update_info.scheme, version, deadline)
         assert self._snapshot is not None
         self._held = None  # until all of the update's targets are finished
         # The reload keeps references to these views until it is finished: so does the lease.
-        self._load(self._snapshot)
+        self._load_in_session(self._snapshot, deadline)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._require_complete()
+
+    def _lease(self, url: str, version: Version, deadline: Deadline) -> None:
+        if self._staging is not None and not self._staging.over.wait(deadline.remaining):
+            raise DeadlineError(f"version {version} was not verified within its deadline")
+        if self._error:
+            raise EngineError(self._error)
+        if self._staged != version:
+            self._keep(self._open(url, version, deadline), version)
 
     def finish_weight_update(self) -> None:
         try:
@@ -263,6 +285,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._release()
+        self._end_staging()
         if self._last_staging is not None:
             self._last_staging.over.wait(_PATIENCE)
         if self._subscriber is not None:
@@ -287,6 +310,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _connect(self, url: str) -> Subscriber:
         if self._subscriber is None or url != self._url:
+            self._end_staging()
             if self._subscriber is not None:
                 self._subscriber.close()
             reader = self._reader or (self._number, self._numbers)
@@ -335,11 +359,38 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _open(self, url: str, version: Version, deadline: Deadline) -> Snapshot:
         snapshot = self._connect(url).snapshot(version, deadline)
         try:
-            snapshot.verify()
+            memory = snapshot.memory()
+            ahead = self._ahead
+            self._verified = False
+            if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
+                ahead.take(memory, version, deadline, self._share)
+            elif not self._verified_on_the_way(snapshot):
+                self._verify_here(snapshot)
         except BaseException:
             snapshot.close()
             raise
         return snapshot
+
+    @property
+    def _share(self) -> Share:
+        """Which of the chunks of a version this worker verifies, where each needs only parts."""
+        return self._number, self._numbers
+
+    def _verify_here(self, snapshot: Snapshot) -> None:
+        if not self._verified:
+            snapshot.verify()
+            self._verified = True
+
+    def _verified_on_the_way(self, snapshot: Snapshot) -> bool:
+        """Whether a GPU digests the bytes when they pass through it."""
+        fingerprint = snapshot.manifest.fingerprint
+        device = next(self.model.parameters()).device
+        return (
+            device.type != "cpu"
+            and snapshot.memory() is not None
+            and bool(self._loaders)
+            and all(loader.plans_all(fingerprint) for loader in self._loaders.values())
+        )
 
     def _keep(self, snapshot: Snapshot, version: Version) -> None:
         self._release_snapshot()
@@ -365,21 +416,30 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if os.path.exists(process):
             threading.Thread(target=watch, name="weightsync watch", daemon=True).start()
 
-    def _check(self, target: str) -> None:
+    def _check(self, target: str) -> dict[str, Any]:
         """Load what was staged without changing anything, once for each manifest.
 
         Raises:
             EngineError: vLLM refuses a tensor, or layers would be left without some weights.
         """
         if self._snapshot is None:
-            return
-        fingerprint = self._snapshot.manifest.fingerprint
-        if fingerprint == self._fits.get(target):
-            return
-        with self._looking_at(target), compat.rehearsal(self.model):
-            self._load(self._snapshot)
-            self._require_complete()
-        self._fits[target] = fingerprint
+            return {}
+        snapshot = self._snapshot
+        fingerprint = snapshot.manifest.fingerprint
+        if fingerprint != self._fits.get(target):
+            with self._looking_at(target), compat.rehearsal(self.model):
+                self._load(self._stream(snapshot))
+                self._require_complete()
+            self._fits[target] = fingerprint
+        loader = self._loader(target)
+        with self._looking_at(target):
+            loader.prepare(
+                self.model, self.model_config, snapshot.manifest, lambda: self._stream(snapshot)
+            )
+            planned = loader.covers(self.model, fingerprint) and loader.takes(snapshot)
+        self._begin_staging(snapshot)
+        note = "; ".join(filter(None, [loader.note(), self._why_not_staged]))
+        return {"planned": planned, "note": note}
 
     @contextmanager
     def _looking_at(self, target: str) -> Iterator[None]:
@@ -402,6 +462,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         snapshot = self._snapshot
         if snapshot is None:
             raise EngineError("no version was staged to compare with")
+        self._verify_here(snapshot)
         with self._looking_at(target):
             found = verification.compare(self.model, self.model_config, self._stream(snapshot))
         numbers = {spec.name: number for number, spec in enumerate(snapshot.manifest.tensors)}
@@ -411,15 +472,115 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "unchecked": found.unchecked,
         }
 
-    def _require_complete(self) -> None:
-        incomplete = compat.incomplete_layers(self.model, self._elsewhere)
+    # ---------------------------------------------------------------- by plan, by reload
+
+    def _configure(self, apply: Apply, stage: bool) -> None:
+        """What a driver wants; one that wants something else begins anew."""
+        if (apply, stage) != (self._apply, self._stage_wanted):
+            self._end_staging()
+            self._loaders.clear()
+            self._apply, self._stage_wanted = apply, stage
+
+    def _loader(self, target: str) -> Loader:
+        return self._loaders.setdefault(target, Loader(target, self._apply))
+
+    def _begin_staging(self, snapshot: Snapshot) -> None:
+        """Keep memory for what plans need, and read versions into it from the next one on."""
+        loaders = [loader for loader in self._loaders.values() if loader.plan is not None]
+        memory, reader = snapshot.memory(), self._subscriber
+        if not self._stage_wanted or not loaders or memory is None or reader is None:
+            return
+        if self._ahead is not None and self._ahead.fits(snapshot.manifest):
+            return
+        self._end_staging()
+        device = device_of(next(self.model.parameters()).device)
+        assert device is not None
+        needed = [loader.needed() for loader in loaders]
+        begin = np.concatenate([begin for begin, _ in needed])
+        length = np.concatenate([length for _, length in needed])
+        selection = Selection.of(begin, length, snapshot.manifest.nbytes)
+        try:
+            staging = Staging(device, Geometry(snapshot.manifest), selection)
+        except NoRoomError as error:
+            self._why_not_staged = f"not staged: {error}"
+            return
+        self._why_not_staged = ""
+        self._ahead = ReadAhead(reader, staging, snapshot.manifest.fingerprint)
+        sleep.watch(self._worker).before_sleep = self._end_staging
+
+    def _end_staging(self) -> None:
+        """Give the memory back."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def _staged_here(self, version: Version) -> Staging | None:
+        if self._ahead is not None and self._ahead.staging.version == version:
+            return self._ahead.staging
+        return None
+
+    def _apply_planned(self, request: dict[str, Any]) -> None:
+        """Load the ``target`` without a session of vLLM's, which costs more than the copies."""
+        target, version = str(request["target"]), Version.parse(request["version"])
+        deadline = Deadline(float(request["timeout"]))
+        self._driven = True
+        self._end_former_session()
+        self._require_awake()
+        self._lease(str(request["scheme"]), version, deadline)
+        snapshot = self._snapshot
+        assert snapshot is not None
+        self._held = None
+        with self._looking_at(target):
+            loader = self._loader(target)
+            fit = loader.covers(self.model, snapshot.manifest.fingerprint)
+            if fit and loader.takes(snapshot) and target not in sleep.watch(self._worker).lost:
+                loader.replay(snapshot, self._staged_here(version), self._share, deadline)
+            else:
+                self._load_by_session(target, snapshot, deadline)
+        snapshot.settle()
+        sleep.watch(self._worker).loaded(target)
+        if request["last"]:
+            self._held = self._staged
+            self._release()
+
+    def _load_by_session(self, target: str, snapshot: Snapshot, deadline: Deadline) -> None:
+        compat.begin_session(self._worker, target)
+        self._last = False
+        self._load_in_session(snapshot, deadline)
+        compat.end_session(self._worker)
+
+    def _load_in_session(self, snapshot: Snapshot, deadline: Deadline) -> None:
+        """Load what the session is for: all of it, or the layers that no plan brings."""
+        loader = self._loaders.get(self._target)
+        lost = self._worker is not None and self._target in sleep.watch(self._worker).lost
+        plan = loader.plan if loader is not None and not lost else None
+        if (
+            loader is None
+            or plan is None
+            or not loader.plans(snapshot.manifest.fingerprint)
+            or not loader.takes(snapshot)
+        ):
+            self._verify_here(snapshot)
+            self._load(self._stream(snapshot))
+            self._require_complete()
+            return
+        self._verify_here(snapshot)
+        reloaded = set(plan.reloaded)
+        compat.expect_partial(self.model)
+        self._load(each for each in self._stream(snapshot) if each[0] in reloaded)
+        staging = self._staged_here(snapshot.version)
+        loader.replay(snapshot, staging, self._share, deadline)
+        self._require_complete(plan.fallback)
+
+    def _require_complete(self, among: Collection[str] | None = None) -> None:
+        incomplete = compat.incomplete_layers(self.model, self._elsewhere, among)
         if incomplete:
             raise EngineError(
                 f"the update leaves {len(incomplete)} layers without some of their weights: "
                 f"{'; '.join(incomplete[:8])}"
             )
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """
         Raises:
             EngineError: vLLM refused a tensor; says which, and vLLM's own words.
@@ -427,7 +588,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         at: list[str] = []
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self._stream(snapshot):
+            for name, tensor in weights:
                 at[:] = [f"tensor {name!r} ({describe(tensor.dtype, tensor.shape)}): "]
                 yield name, tensor
             at.clear()
@@ -452,6 +613,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._release_snapshot()
 
     def _release_snapshot(self) -> None:
+        if self._ahead is not None:
+            self._ahead.release()
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = self._staged = None

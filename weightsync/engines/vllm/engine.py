@@ -49,6 +49,11 @@ class VLLMEngine(Engine):
             ``"model"``, its speculative ``"draft"``, or both. What is not named is left alone.
         wake: what an engine that sleeps is woken to: ``"weights"`` loads them and leaves the rest
             asleep, for its user to wake; ``"all"`` has it answer requests again.
+        apply: ``"plan"`` writes weights straight to their places wherever that is proven to do what
+            vLLM's reload does, and reloads the other layers; ``"reload"`` reloads all; ``"auto"``
+            plans if that covers half of the bytes at least.
+        stage: keep memory for a second copy of each worker's weights, on its device, and read
+            versions into it while requests run: the pause is one copy within the device.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class VLLMEngine(Engine):
         mode: Mode = "keep",
         targets: tuple[Target, ...] = ("model",),
         wake: Literal["weights", "all"] = "weights",
+        apply: Literal["auto", "plan", "reload"] = "auto",
+        stage: bool = False,
     ) -> None:
         if mode not in ("keep", "wait", "abort"):
             raise EngineError(f"mode={mode!r}: 'keep', 'wait' or 'abort'")
@@ -65,10 +72,17 @@ class VLLMEngine(Engine):
             raise EngineError(f"targets={targets!r}: some of 'model', 'draft'")
         if wake not in ("weights", "all"):
             raise EngineError(f"wake={wake!r}: 'weights' or 'all'")
+        if apply not in ("auto", "plan", "reload"):
+            raise EngineError(f"apply={apply!r}: 'auto', 'plan' or 'reload'")
+        if stage and apply == "reload":
+            raise EngineError("stage=True needs a plan: apply='auto' or 'plan'")
         self.client = client
         self._mode = mode
         self._targets = tuple(targets)
         self._wake = wake
+        self._way = {"apply": apply, "stage": stage}
+        self._planned = False
+        self._notes: tuple[str, ...] = ()
         self._pause = Pause(client, mode)
         self._asleep: tuple[str, ...] = ()
         self._deep: int | None = 0
@@ -108,6 +122,7 @@ class VLLMEngine(Engine):
                 "first": first - facts.before,
                 "total": total or facts.workers,
                 "targets": self._targets,
+                **self._way,
             },
             deadline,
         )
@@ -120,9 +135,15 @@ class VLLMEngine(Engine):
         self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
         # Between two steps of the model, and before anything is paused or touched. The memory of
         # an engine asleep is not there to look at.
+        self._planned = False
         if "weights" not in self._asleep:
-            for target in self._targets:
-                self._ask({"op": "check", "target": target}, deadline)
+            looked = [
+                answer
+                for target in self._targets
+                for answer in self._ask({"op": "check", "target": target}, deadline)
+            ]
+            self._planned = all(answer.get("planned") for answer in looked)
+            self._notes = tuple(dict.fromkeys(answer.get("note", "") for answer in looked))
 
     def _lease(self, update: Update, deadline: Deadline) -> list[Answer]:
         """Have every worker open the version and verify its bytes."""
@@ -162,8 +183,39 @@ class VLLMEngine(Engine):
     def apply(self, update: Update, deadline: Deadline) -> None:
         deep = self.client.deep_sleeps()
         for target in self._targets:
-            self._load(target, update, deadline)
+            (self._load_planned if self._planned else self._load)(target, update, deadline)
         self._deep, self._lost, self._loaded = deep, False, update.version
+
+    def _load_planned(self, target: Target, update: Update, deadline: Deadline) -> None:
+        """All at once: there is no session that could be left open on some workers."""
+        last = target == self._targets[-1]
+        request = {
+            "op": "apply",
+            "target": target,
+            "last": last,
+            "scheme": update.url,
+            "version": list(update.version),
+            "timeout": deadline.remaining,
+        }
+        try:
+            answers = self._ask(request, deadline)
+        except EngineDiedError:
+            raise
+        except BaseException:
+            self._undo()
+            raise
+        self._require_held(answers, update.version if last else None)
+
+    @staticmethod
+    def _require_held(answers: Sequence[Answer], version: Version | None) -> None:
+        for answer in answers if version is not None else ():
+            if answer["held"] != list(version or ()):
+                raise EngineError(
+                    f"worker {answer['rank']} holds {answer['held']} after the update"
+                )
+
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
 
     def _load(self, target: Target, update: Update, deadline: Deadline) -> None:
         try:
@@ -185,11 +237,8 @@ class VLLMEngine(Engine):
             self._undo()
             raise
         last = target == self._targets[-1]
-        for answer in self._ask({"op": "finish", "last": last}, deadline):
-            if last and answer["held"] != list(update.version):
-                raise EngineError(
-                    f"worker {answer['rank']} holds {answer['held']} after the update"
-                )
+        answers = self._ask({"op": "finish", "last": last}, deadline)
+        self._require_held(answers, update.version if last else None)
 
     def _undo(self) -> None:
         with contextlib.suppress(Exception):

@@ -1,0 +1,204 @@
+"""How a model in a vLLM worker takes a version: by its copy plan, by vLLM's reload, or by both.
+
+The plan is made once for a manifest, and used as long as the model's tensors are where they were.
+Wherever the bytes of a version lie (staged on the device, in host memory, in a trainer's tensors on
+the same GPU), they go straight to their places.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from weightsync.chunks import Geometry
+from weightsync.deadline import Deadline
+from weightsync.device import Device, Moves, device_of
+from weightsync.errors import EngineError
+from weightsync.manifest import Manifest
+from weightsync.selection import Selection
+from weightsync.tensors import Addresses
+from weightsync.transport import Memory, Snapshot
+from weightsync.upload import Share, Staging, Through, merged
+from weightsync.vllm_worker import copy_plan
+from weightsync.vllm_worker.copy_plan import CopyPlan
+
+log = logging.getLogger("weightsync")
+
+Apply = Literal["auto", "plan", "reload"]
+"""``plan``: whatever can be planned is. ``auto``: if that is half of the bytes at least, as less is
+not worth a session of two kinds. ``reload``: nothing is."""
+
+_WORTH = 0.5
+
+_NAMED = 8
+"""Layers that a note names."""
+
+Stream = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+class Loader:
+    """
+    Attributes:
+        plan: None: everything goes through the reload.
+    """
+
+    def __init__(self, target: str, apply: Apply) -> None:
+        self.target, self._apply = target, apply
+        self.plan: CopyPlan | None = None
+        self._why = "apply='reload'" if apply == "reload" else "no plan was made yet"
+        self._looked: tuple[str, nn.Module] | None = None
+        self._device: Device | None = None
+        self._manifest: Manifest | None = None
+        self._through: Through | None = None
+        self._moves: tuple[Addresses, Moves] | None = None
+
+    def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> None:
+        """Have a plan for a manifest, if there can be one. Between two steps of the model."""
+        if self._apply == "reload" or self.holds(model, manifest.fingerprint):
+            return
+        if self.plan is None and self._looked == (manifest.fingerprint, model):
+            return
+        self.forget()
+        self._looked = manifest.fingerprint, model
+        try:
+            plan = copy_plan.make(model, config, manifest, stream())
+        except EngineError as error:
+            self._why = str(error)
+            log.warning("%s: %s", self.target, error)
+            return
+        self._device = device_of(next(model.parameters()).device)
+        enough = plan.share > 0 if self._apply == "plan" else plan.share >= _WORTH
+        if self._device is None or not enough:
+            share = f"a plan would cover {plan.share:.0%} of the bytes"
+            self._why = share if self._device else "this device is not known"
+            return
+        self.plan, self._manifest = plan, manifest
+
+    def forget(self) -> None:
+        """The plan, and the memory that goes with it."""
+        self.plan = self._manifest = self._through = self._moves = self._looked = None
+
+    def holds(self, model: nn.Module, fingerprint: str) -> bool:
+        """Whether there is a plan for a manifest, and the model is still where it says."""
+        plan = self.plan
+        return plan is not None and plan.fingerprint == fingerprint and plan.holds(model)
+
+    def plans(self, fingerprint: str) -> bool:
+        """Whether there is a plan for a manifest, if the model is still where it says."""
+        return self.plan is not None and self.plan.fingerprint == fingerprint
+
+    def plans_all(self, fingerprint: str) -> bool:
+        """The same, of a plan that needs no reload."""
+        return self.plans(fingerprint) and not (self.plan and self.plan.fallback)
+
+    def covers(self, model: nn.Module, fingerprint: str) -> bool:
+        """Whether the reload is not needed at all."""
+        return self.plans_all(fingerprint) and self.holds(model, fingerprint)
+
+    def note(self) -> str:
+        """What becomes of versions, for a report."""
+        plan = self.plan
+        if plan is None:
+            return f"{self.target}: by vLLM's reload ({self._why:.300})"
+        copies = len(plan.length) + len(plan.conversions)
+        words = f"{self.target}: {copies} copies by plan ({plan.nbytes / 1e9:.2f} GB)"
+        if plan.fallback:
+            some = [f"{name} ({why})" for name, why in list(plan.fallback.items())[:_NAMED]]
+            more = len(plan.fallback) - len(some)
+            listed = ", ".join(some) + (f" and {more} more" if more else "")
+            words += f"; {len(plan.fallback)} layers by vLLM's reload: {listed}"
+        return words
+
+    # ---------------------------------------------------------------- the bytes that are needed
+
+    def needed(self) -> tuple[Addresses, Addresses]:
+        """Offsets in the layout, and lengths, of what the plan reads."""
+        assert self.plan is not None
+        assert self._manifest is not None
+        tensor, offset, length = self.plan.needed()
+        return self._offsets()[tensor] + offset, length
+
+    def _offsets(self) -> Addresses:
+        assert self._manifest is not None
+        return np.array([spec.offset for spec in self._manifest.tensors], dtype=np.int64)
+
+    def takes(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot's bytes can be had without the reload."""
+        if self._device is None:
+            return False
+        if snapshot.memory() is not None:
+            return True
+        specs = snapshot.manifest.tensors
+        return bool(specs) and snapshot.tensor(specs[0].name).device == self._device.place
+
+    # ---------------------------------------------------------------- while nothing generates
+
+    @torch.no_grad()
+    def replay(
+        self, snapshot: Snapshot, staging: Staging | None, share: Share, deadline: Deadline
+    ) -> None:
+        """Bring a version to its places, all but the layers that fall back.
+
+        Args:
+            staging: if it holds the version.
+
+        Raises:
+            CorruptError, DeadlineError: places may have been written then.
+        """
+        plan, device = self.plan, self._device
+        assert plan is not None
+        assert device is not None
+        memory = snapshot.memory()
+        if staging is not None:
+            offsets = self._offsets()
+            self._move(device, staging.addresses(offsets[plan.tensor] + plan.offset))
+            self._convert(lambda name: _staged(staging, snapshot.manifest, name))
+        elif memory is None:
+            places = [snapshot.tensor(spec.name) for spec in snapshot.manifest.tensors]
+            addresses = np.array([tensor.data_ptr() for tensor in places], dtype=np.int64)
+            self._move(device, addresses[plan.tensor] + plan.offset)
+            self._convert(snapshot.tensor)
+        elif device.place.type == "cpu":
+            self._move(device, self._offsets()[plan.tensor] + plan.offset + memory.address)
+            self._convert(snapshot.tensor)
+        else:
+            self._pass_through(device, memory, share, deadline)
+            self._convert(lambda name: snapshot.tensor(name).to(device.place))
+        device.current().wait()
+
+    def _move(self, device: Device, out_of: Addresses) -> None:
+        assert self.plan is not None
+        if self._moves is None or not np.array_equal(self._moves[0], out_of):
+            into, source, length = merged(self.plan.into, out_of, self.plan.length)
+            self._moves = out_of, device.moves(into, source, length)
+        self._moves[1].run(device.current())
+
+    def _pass_through(
+        self, device: Device, memory: Memory, share: Share, deadline: Deadline
+    ) -> None:
+        plan = self.plan
+        assert plan is not None
+        assert self._manifest is not None
+        if self._through is None:
+            offset = self._offsets()[plan.tensor] + plan.offset
+            selection = Selection.of(*self.needed(), self._manifest.nbytes)
+            rows = merged(plan.into, offset, plan.length)
+            self._through = Through(device, Geometry(self._manifest), selection, *rows)
+        self._through.run(memory, deadline, share)
+
+    def _convert(self, tensor: Callable[[str], torch.Tensor]) -> None:
+        assert self.plan is not None
+        for conversion in self.plan.conversions:
+            conversion.apply(tensor(conversion.tensor))
+
+
+def _staged(staging: Staging, manifest: Manifest, name: str) -> torch.Tensor:
+    spec = manifest.spec(name)
+    begin = int(staging.addresses(np.array([spec.offset]))[0]) - staging.buffer.data_ptr()
+    flat = staging.buffer[begin : begin + spec.nbytes]
+    return flat.view(spec.dtype).view(spec.shape)
