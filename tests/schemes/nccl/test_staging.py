@@ -1,11 +1,14 @@
 """Versions in the memory of a receiving process."""
 
+import ctypes
+
 import pytest
 import torch
 
 import weightsync as ws
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline
+from weightsync.device import device_of
 from weightsync.schemes.nccl.staging import Staging
 
 MANIFEST = ws.Manifest.build([("w", torch.int64, (4,))])
@@ -128,3 +131,18 @@ def test_two_buffers_are_not_given_up():
         staging.lease(version(number))
     staging.soften()
     assert fill(staging, 3) is None
+
+
+def test_all_bytes_of_a_version_are_shown_at_once():
+    staging = Staging(1, Copier(1))
+    fill(staging, 7)
+    with staging.lease(version(7)) as snapshot:
+        memory = snapshot.memory()
+        assert (memory.nbytes, memory.digests, memory.attempt) == (MANIFEST.nbytes, None, 0)
+        assert not memory.page_lock(device_of(torch.device("cpu")))
+        assert ctypes.string_at(memory.address, 32) == (7).to_bytes(8, "little") * 4
+        staging.soften()
+        fill(staging, 8)  # takes the only slot: what was shown stays as it was
+        assert ctypes.string_at(memory.address, 32) == (7).to_bytes(8, "little") * 4
+    with pytest.raises(ws.WeightSyncError, match="closed"):
+        snapshot.memory()

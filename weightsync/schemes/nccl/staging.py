@@ -10,10 +10,11 @@ import torch
 
 from weightsync.chunks import Copier, Geometry
 from weightsync.deadline import Deadline
-from weightsync.errors import NoRoomError, VersionGoneError, WeightSyncError
+from weightsync.device import Device
+from weightsync.errors import CorruptError, NoRoomError, VersionGoneError, WeightSyncError
 from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
-from weightsync.transport import Snapshot, Targets
+from weightsync.transport import Memory, Snapshot, Targets
 from weightsync.version import Version
 
 
@@ -185,6 +186,21 @@ def _worth(slot: Slot, keep: Version | None) -> tuple[bool, Version]:
     return slot.version is not None and slot.version == keep, slot.version or Version(0, 0)
 
 
+class StagedMemory(Memory):
+    """A slot's bytes, which were compared with their digests when they arrived."""
+
+    def __init__(self, data: torch.Tensor, nbytes: int, version: Version) -> None:
+        self._data, self._version = data, version  # kept, also when the slot is given up
+        self.address, self.nbytes = data.data_ptr(), nbytes
+
+    def page_lock(self, device: Device) -> bool:
+        """Torch did, where there is a GPU."""
+        return device.place.type == "cuda" and self._data.is_pinned()
+
+    def wrong(self, chunks: Sequence[int]) -> CorruptError:
+        return CorruptError(f"version {self._version}: chunks {list(chunks[:5])} are wrong")
+
+
 class StagedSnapshot(Snapshot):
     """A lease on a slot. Its bytes were compared with their digests when they arrived."""
 
@@ -208,6 +224,10 @@ class StagedSnapshot(Snapshot):
 
     def verify(self, names: Sequence[str] | None = None) -> None:
         self._require_open()
+
+    def memory(self) -> Memory:
+        self._require_open()
+        return StagedMemory(self._bytes, self.manifest.nbytes, self.version)
 
     def copy_into(self, targets: Targets) -> None:
         self._require_open()
