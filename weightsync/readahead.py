@@ -103,7 +103,7 @@ class ReadAhead:
         arriving = self._subscriber.arriving()
         if arriving is None or arriving.manifest.fingerprint != self._fingerprint:
             return
-        if arriving.attempt == self._done:
+        if arriving.attempt == self._done == self.staging.attempt:
             return
         with self._using:
             if self._held:

@@ -164,10 +164,12 @@ class Staging:
             for window, upto in enumerate(self._way.upto):
                 if self._there[window]:
                     continue  # its sender stood still for a while
-                while (written := arriving.written()) is None or written < upto:
-                    if written is None or give_up():
-                        return False
+                while not give_up() and (written := arriving.written()) is not None:
+                    if written >= upto:
+                        break
                     time.sleep(_LOOK)
+                else:
+                    return False
                 self._fetch(arriving.memory, window)
             return True
         finally:
