@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "DoubleBufferScheme": "weightsync.schemes.double_buffer",
+    "CUDAIPCScheme": "weightsync.schemes.cuda_ipc",
     "NCCLScheme": "weightsync.schemes.nccl",
     "DiskScheme": "weightsync.schemes.disk",
     "FallbackScheme": "weightsync.schemes.fallback",
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from weightsync.scheme import register_scheme as register_scheme
     from weightsync.scheme import scheme_from_dict as scheme_from_dict
     from weightsync.scheme import scheme_from_url as scheme_from_url
+    from weightsync.schemes.cuda_ipc import CUDAIPCScheme as CUDAIPCScheme
     from weightsync.schemes.disk import DiskScheme as DiskScheme
     from weightsync.schemes.double_buffer import DoubleBufferScheme as DoubleBufferScheme
     from weightsync.schemes.fallback import FallbackScheme as FallbackScheme

@@ -28,6 +28,7 @@ _ENTRY_POINTS = "weightsync.schemes"
 _ERRORS = "surrogateescape"  # how Python holds file names that are not UTF-8
 _BUILT_IN = {
     "shm": "weightsync.schemes.double_buffer",
+    "cuda-ipc": "weightsync.schemes.cuda_ipc",
     "nccl": "weightsync.schemes.nccl",
     "disk": "weightsync.schemes.disk",
     "fallback": "weightsync.schemes.fallback",

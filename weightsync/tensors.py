@@ -59,11 +59,17 @@ class Facts:
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-def plain_address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Where a tensor's bytes lie if they are its values in that dtype, in order; otherwise 0."""
+def plain_address(
+    tensor: torch.Tensor, dtype: torch.dtype, place: torch.device | None = None
+) -> int:
+    """Where a tensor's bytes lie if they are its values in that dtype, in order; otherwise 0.
+
+    Args:
+        place: the device that it has to be on; None for the processor.
+    """
     plain = (
         tensor.dtype == dtype
-        and tensor.is_cpu
+        and (tensor.is_cpu if place is None else tensor.device == place)
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()

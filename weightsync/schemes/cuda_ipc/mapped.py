@@ -1,0 +1,158 @@
+"""The trainer's memory in an engine's process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weightsync.device import Device, Moves
+from weightsync.errors import EngineError, WeightSyncError
+from weightsync.manifest import ParamSpec
+from weightsync.schemes.cuda_ipc.handles import Exchange, this_process
+from weightsync.schemes.cuda_ipc.layout import Table
+from weightsync.tensors import Addresses, plain_address
+from weightsync.transport import Targets
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a version gets into targets: all plain ones at once, the others one by one."""
+
+    moves: Moves
+    others: tuple[str, ...]
+
+
+class Mapped:
+    """The memory of one table: mapped when it is first needed, kept while it is used.
+
+    Args:
+        keep: whether it stays mapped between two uses.
+    """
+
+    def __init__(self, exchange: Exchange, table: Table, keep: bool) -> None:
+        self.manifest = table.manifest
+        self._exchange = exchange
+        self._table = table
+        self._keep = keep
+        self._users = 0
+        self._changing = threading.RLock()
+        self._place: torch.device | None = None
+        self._opened: list[int] = []
+        self._addresses: dict[str, int] = {}
+        self._way: tuple[weakref.ref[Targets], _Way] | None = None
+
+    def enter(self) -> None:
+        """Begin a use."""
+        with self._changing:
+            self._users += 1
+
+    def leave(self) -> None:
+        """End a use, when nothing is queued any more that reads."""
+        with self._changing:
+            self._users -= 1
+            if not self._keep and self._users == 0:
+                self._unmap()
+
+    def retire(self) -> None:
+        """Unmap it after its last use."""
+        with self._changing:
+            self._keep = False
+            if self._users == 0:
+                self._unmap()
+
+    def wait(self) -> None:
+        """Until everything that this process has queued on the device is done."""
+        if self._place is not None:
+            self._exchange.synchronise(self._place)
+
+    def tensor(self, spec: ParamSpec) -> torch.Tensor:
+        device = self._map()
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=device.place)
+        flat = device.tensor_at(self._addresses[spec.name], spec.nbytes)
+        return flat.view(spec.dtype).view(spec.shape)
+
+    def move_into(self, targets: Targets) -> tuple[str, ...]:
+        """Write all plain targets on the device; returns the names of the others."""
+        device = self._map()
+        with self._changing:
+            if self._way is None or self._way[0]() is not targets:
+                self._way = weakref.ref(targets), self._plan(targets, device)
+            way = self._way[1]
+        lane = device.current()
+        way.moves.run(lane)
+        lane.wait()
+        return way.others
+
+    def _plan(self, targets: Targets, device: Device) -> _Way:
+        rows, others = [], []
+        for name, tensor in targets.tensors.items():
+            spec = self.manifest.spec(name)
+            if not spec.nbytes:
+                continue
+            into = plain_address(tensor, spec.dtype, device.place)
+            if into:
+                rows.append((into, self._addresses[spec.name], spec.nbytes))
+            else:
+                others.append(name)
+        table: Addresses = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return _Way(device.moves(table[:, 0], table[:, 1], table[:, 2]), tuple(others))
+
+    # ---------------------------------------------------------------- mapping
+
+    def _map(self) -> Device:
+        """
+        Raises:
+            EngineError: the memory is on another GPU, or cannot be mapped.
+        """
+        with self._changing:
+            if self._place is None:
+                self._open()
+            assert self._place is not None
+            return self._exchange.device(self._place)
+
+    def _open(self) -> None:
+        table = self._table
+        place = self._exchange.place_of(table.device)
+        if place is None:
+            raise EngineError(
+                f"the trainer's weights lie on GPU {table.device}, which this process does not "
+                "see: CUDAIPCScheme is for both on one GPU; use DoubleBufferScheme"
+            )
+        if table.process == this_process():  # CUDA opens no handles of the own process
+            bases = [allocation.address for allocation in table.allocations]
+        else:
+            bases = []
+            try:
+                for allocation in table.allocations:
+                    self._opened.append(self._exchange.open(place, allocation.handle))
+            except WeightSyncError as error:
+                self._close(place)
+                raise EngineError(
+                    f"the trainer's memory on {place} cannot be mapped: {error}; both processes "
+                    "must see each other (one host, for containers one IPC and PID namespace)"
+                ) from None
+            bases = self._opened
+        specs = table.manifest.tensors
+        self._addresses = {
+            spec.name: bases[which] + offset
+            for spec, (which, offset) in zip(specs, table.places, strict=True)
+            if spec.nbytes
+        }
+        self._place = place
+
+    def _unmap(self) -> None:
+        place, self._place = self._place, None
+        self._addresses, self._way = {}, None
+        if place is not None and self._opened:
+            self._exchange.synchronise(place)
+            self._close(place)
+
+    def _close(self, place: torch.device) -> None:
+        opened, self._opened = self._opened, []
+        for address in opened:
+            self._exchange.close(place, address)
