@@ -30,7 +30,7 @@ def walk(layer: nn.Module, layers: Collection[nn.Module]) -> Iterator[tuple[str,
     Args:
         layers: all of the model. Another one that a layer refers to is not its own.
     """
-    others = {id(each) for each in layers if not _is_method(each)}
+    others = {id(each) for each in layers if not is_method(each)}
     yield from _walk("", layer, others - {id(layer)}, set())
 
 
@@ -128,7 +128,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif _is_helper(value):
         held = vars(value)
         if isinstance(value, nn.Module):
-            yield from [(n, m) for n, m in held["_modules"].items() if _is_method(m)]
+            yield from [(n, m) for n, m in held["_modules"].items() if is_method(m)]
         yield from [(n, v) for n, v in held.items() if n not in _SKIPPED and _OURS not in n]
 
 
@@ -149,7 +149,7 @@ def _is_helper(value: Any) -> bool:
     )
 
 
-def _is_method(value: Any) -> bool:
+def is_method(value: Any) -> bool:
     """Whether it says how a layer computes: sometimes a module itself, and of that layer alone."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 

@@ -85,8 +85,8 @@ class CopyPlan:
         layers = set(map(id, model.modules()))
         now = []
         for layer, name in self._places:
-            tensor = layer._parameters.get(name)
-            tensor = layer._buffers.get(name) if tensor is None else tensor
+            parameter = layer._parameters.get(name)
+            tensor = layer._buffers.get(name) if parameter is None else parameter
             if tensor is None or tensor.is_meta or id(layer) not in layers:
                 return False
             now.append(tensor)

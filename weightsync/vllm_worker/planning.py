@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from weightsync.errors import EngineError
 from weightsync.manifest import Manifest
 from weightsync.vllm_worker import compat
-from weightsync.vllm_worker.belongings import numbers, walk
+from weightsync.vllm_worker.belongings import is_method, numbers, walk
 from weightsync.vllm_worker.dry_reload import (
     DryReload,
     is_hidden,
@@ -40,6 +41,9 @@ from weightsync.vllm_worker.tracing import (
 
 _MANY = 65536
 """Runs, above which they are not sorted to see whether they overlap."""
+
+_CONSTANTS = ("q_range", "k_range", "v_range", "_k_scale_cpu", "_v_scale_cpu")
+"""What hangs on every attention layer; of weights only if scales are loaded, which is looked for."""
 
 _NAMES = 4
 """Tensors that are named of a layer that falls back."""
@@ -204,7 +208,7 @@ class Planner(DryReload):
             EngineError: ``load_weights`` keeps something beside what the layers load.
         """
         for layer, former in before.items():
-            if layer in self._loaded:
+            if layer in self._loaded or is_method(layer):  # those are looked at with their layers
                 continue
             filled = any(
                 self._sources.names(each) and storage_of(each) not in self._registered
@@ -220,118 +224,135 @@ class Planner(DryReload):
         self._layer = _Looked(layer, numbers(layer, self.names))
 
     def processed(self, layer: nn.Module, info: Any) -> None:
-        why = self._derived(layer) or self._prove(layer, info)
-        if why is not None:
-            self._why[layer] = why
+        with self._falling_back(layer):
+            self._require_nothing_derived(layer)
+            self._prove(layer, info)
 
     def attended(self, layer: nn.Module, info: Any) -> None:
         """What it derives it has derived from live weights, not from those that came.
 
         Nothing of it would show; so with it falls back the part of the block that it stands in.
         """
-        why = "loaded as attention layers are" if info.load_numel else self._derives(layer)
-        if why is not None:
+        try:
+            if info.load_numel:
+                raise _FallsBack("loaded as attention layers are")
+            self._require_nothing_to_derive(layer)
+        except _FallsBack as why:
             for each in {layer, *layer.modules(), *_part_around(self.model, self.names[layer])}:
                 self._suspects[each] = f"{self.names[layer]}: {why}"
 
     def tied(self, layer: nn.Module) -> None:
-        why = self._derives(layer)
-        if why is not None:
-            self._why[layer] = f"tied: {why}"
+        with self._falling_back(layer):
+            self._require_nothing_to_derive(layer)
 
     def finished(self) -> None:
         for each in self.unguarded.values():
             layer, name = self.place_of(each)
             if layer not in self._why:
-                why = self._prove_direct(each, layer, name)
-                if why is not None:
-                    self._why[layer] = why
+                with self._falling_back(layer):
+                    self._prove_direct(each, layer, name)
+
+    @contextmanager
+    def _falling_back(self, layer: nn.Module) -> Iterator[None]:
+        try:
+            yield
+        except _FallsBack as why:
+            self._why[layer] = str(why)
 
     # ------------------------------------------------------------ the proof
 
-    def _prove(self, layer: nn.Module, info: Any) -> str | None:
-        """Why a layer's loading is no mere copying."""
+    def _prove(self, layer: nn.Module, info: Any) -> None:
+        """
+        Raises:
+            _FallsBack: copies are not all that there is to loading the layer.
+        """
         own = own_tensors(info)
-        pieces: dict[str, list[Piece]] = {}
-        for name, fresh in self._layer.fresh.items():
-            for copies in (self._direct, self._layer.copies):
-                if fresh.storage in copies.strange:
-                    return f"{name} is {copies.strange[fresh.storage]}"
-                pieces.setdefault(name, []).extend(copies.pieces.get(fresh.storage, ()))
-            if pieces[name] and (name not in own or _Layout.of(own[name]) != fresh.layout):
-                return f"{name} is repacked"
-        proven: dict[str, list[ProvenCopy]] = {}
-        wanted: dict[str, torch.Tensor] = {}
-        for name, live in own.items():
-            held = self.unguarded[id(live)].value if id(live) in self.unguarded else live
-            begin = self._layer.fresh[name].begin if name in self._layer.fresh else 0
-            copies_of = _copies(layer, name, live, pieces.get(name, []), begin)
-            why = _unfit(copies_of)
-            if why is not None:
-                return f"{name} {why}"
-            wanted[name] = _written(held, pieces.get(name, []), begin)
-            proven[name] = copies_of
-        filled = [storage_of(own[name]) for name, copies_of in proven.items() if copies_of]
-        if any(
-            filled.count(storage_of(each)) > (name in proven and bool(proven[name]))
-            for name, each in own.items()
-        ):
-            return "parts of it share memory"
+        pieces = {name: self._pieces_of(name, fresh) for name, fresh in self._layer.fresh.items()}
+        pieces = {name: seen for name, seen in pieces.items() if seen}
+        for name in pieces:
+            if name not in own or _Layout.of(own[name]) != self._layer.fresh[name].layout:
+                raise _FallsBack(f"{name} is repacked")
+        memory = [storage_of(each) for each in own.values() if each.numel()]
+        if any(memory.count(storage_of(own[name])) > 1 for name in pieces):
+            raise _FallsBack("parts of it share memory")
+        proven = {name: _copies(layer, name, own[name], seen) for name, seen in pieces.items()}
+        for copies in proven.values():
+            _require_any_order(copies)
+        wanted = {
+            name: _written(self._held(live), pieces.get(name, ())) for name, live in own.items()
+        }
         made = self.copied_back(layer, info)
         different = [name for name in own if not same_bits(wanted[name], made[name])]
         if different:
-            return f"{_listed(different)}: the reload makes something else of it than copies"
+            raise _FallsBack(f"{_listed(different)}: the reload does more than to copy")
         self._proven[layer] = proven
-        return None
 
-    def _prove_direct(self, each: compat.Unguarded, layer: nn.Module, name: str) -> str | None:
+    def _pieces_of(self, name: str, fresh: _Fresh) -> list[Piece]:
+        """What was copied into a tensor of the layer."""
+        seen: list[Piece] = []
+        for copies in (self._direct, self._layer.copies):
+            if fresh.storage in copies.strange:
+                raise _FallsBack(f"{name} is {copies.strange[fresh.storage]}")
+            seen += [each.moved(-fresh.begin) for each in copies.pieces.get(fresh.storage, ())]
+        return seen
+
+    def _held(self, live: torch.Tensor) -> torch.Tensor:
+        """What one of the layer's own tensors held before."""
+        return self.unguarded[id(live)].value if id(live) in self.unguarded else live
+
+    def _prove_direct(self, each: compat.Unguarded, layer: nn.Module, name: str) -> None:
         """The same for a tensor that no layer waits for; it may have been proven with its layer."""
-        place, begin = storage_of(each.data), each.data.storage_offset()
+        place = storage_of(each.data)
         if place in self._direct.strange:
-            return f"{name} is {self._direct.strange[place]}"
-        pieces = self._direct.pieces.get(place, [])
-        copies = _copies(layer, name, each.tensor, pieces, begin)
-        self._feeds.setdefault(layer, set()).update(copy.source.name for copy in copies)
+            raise _FallsBack(f"{name} is {self._direct.strange[place]}")
+        begin = int(each.data.storage_offset())
+        pieces = [piece.moved(-begin) for piece in self._direct.pieces.get(place, ())]
+        copies = _copies(layer, name, each.tensor, pieces)
         known = self._proven.get(layer, {}).get(name, [])
         if [copy.what for copy in known] == [copy.what for copy in copies]:
-            return None
+            return
+        self._feeds.setdefault(layer, set()).update(copy.source.name for copy in copies)
+        _require_any_order(copies)
         if _Layout.of(each.tensor) != _Layout.of(each.value):
-            return f"{name} is repacked"
-        why = _unfit(copies)
-        if why is not None:
-            return f"{name} {why}"
-        if not same_bits(_written(each.value, pieces, begin), each.tensor):
-            return f"{name}: the reload makes something else of it than copies"
+            raise _FallsBack(f"{name} is repacked")
+        if not same_bits(_written(each.value, pieces), each.tensor):
+            raise _FallsBack(f"{name}: the reload does more than to copy")
         self._proven.setdefault(layer, {})[name] = copies
-        return None
 
-    def _derived(self, layer: nn.Module) -> str | None:
-        """What processing a layer changed beside its own parameters and buffers."""
+    def _require_nothing_derived(self, layer: nn.Module) -> None:
+        """
+        Raises:
+            _FallsBack: processing it changed more than its own parameters and buffers.
+        """
         former, now = self.memories[layer].values, self.hung_on(layer)
-        if self._hides(layer, now):
-            return "its kernel hides its weights"
+        handlers = (hasattr(each, "handler_tensor") for _, each in walk(layer, self.names))
+        if any(map(is_hidden, now)) or any(handlers):
+            raise _FallsBack("its kernel hides its weights")
         changed = former.keys() ^ now.keys()
         changed |= {p for p in former.keys() & now.keys() if not same_bits(former[p], now[p])}
         if changed:
-            return f"tensors are derived from it: {_listed(sorted(changed))}"
+            raise _FallsBack(f"tensors are derived from it: {_listed(sorted(changed))}")
         counted = numbers(layer, self.names)
         if counted != self._layer.numbers:
             different = {path for path, _ in counted.items() ^ self._layer.numbers.items()}
-            return f"numbers are derived from it: {_listed(sorted(different))}"
-        return None
+            raise _FallsBack(f"numbers are derived from it: {_listed(sorted(different))}")
 
-    def _derives(self, layer: nn.Module) -> str | None:
-        """What a layer may have derived that was processed while it held the live weights."""
-        why = self._derived(layer)
-        if why is not None:
-            return why
+    def _require_nothing_to_derive(self, layer: nn.Module) -> None:
+        """For a layer that was processed while it held the live weights.
+
+        Raises:
+            _FallsBack: it may be derived from weights what hangs on it.
+        """
+        self._require_nothing_derived(layer)
         derived = [
             path
             for path, each in self.hung_on(layer).items()
-            if each.is_floating_point() and storage_of(each) not in self._registered
+            if each.is_floating_point()
+            and path not in _CONSTANTS
+            and storage_of(each) not in self._registered
         ]
         if derived:
-            return f"tensors may be derived from it: {_listed(derived)}"
+            raise _FallsBack(f"tensors may be derived: {_listed(derived)}")
         now = registered(layer)
         moved = [
             name
@@ -341,11 +362,12 @@ class Planner(DryReload):
             or not same_bits(self.kept[name], now[name])
             or (now[name].numel() and storage_of(now[name]) not in self._memory[layer])
         ]
-        return f"{_listed(moved)} is processed" if moved else None
+        if moved:
+            raise _FallsBack(f"{_listed(moved)}: processed in place")
 
-    def _hides(self, layer: nn.Module, hung: Iterable[str]) -> bool:
-        handlers = (hasattr(each, "handler_tensor") for _, each in walk(layer, self.names))
-        return any(map(is_hidden, hung)) or any(handlers)
+
+class _FallsBack(Exception):
+    """A layer needs the reload; says why."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +391,7 @@ class _Fresh:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Fresh:
-        return cls(storage_of(tensor), tensor.storage_offset(), _Layout.of(tensor))
+        return cls(storage_of(tensor), int(tensor.storage_offset()), _Layout.of(tensor))
 
 
 class _Looked:
@@ -391,14 +413,14 @@ class _Looked:
         self._awaited = None
         self.fresh = {name: _Fresh.of(each) for name, each in registered(layer).items()}
         self.copies = Copies(sources, registered(layer).values())
-        self.copies.__enter__()
+        self.copies.__enter__()  # type: ignore[no-untyped-call]
         self._replaying = True
         return True
 
     def end_replay(self) -> None:
         if self._replaying:
             self._replaying = False
-            self.copies.__exit__(None, None, None)
+            self.copies.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Loads(list[Any]):
@@ -419,45 +441,51 @@ class _Loads(list[Any]):
 
 
 def _copies(
-    layer: nn.Module, name: str, tensor: torch.Tensor, pieces: list[Piece], begin: int
+    layer: nn.Module, name: str, tensor: torch.Tensor, pieces: list[Piece]
 ) -> list[ProvenCopy]:
     """Without those that a later one covers."""
-    last: dict[Geometry, ProvenCopy] = {}
-    for piece in pieces:
-        into = Geometry(piece.into.offset - begin, piece.into.size, piece.into.stride)
-        runs = Runs.of(into, piece.out_of)
-        last[into] = ProvenCopy(layer, name, tensor, into, piece.source, piece.out_of, runs)
-    return list(last.values())
+    last = {piece.into: piece for piece in pieces}
+    return [
+        ProvenCopy(
+            layer, name, tensor, into, piece.source, piece.out_of, Runs.of(into, piece.out_of)
+        )
+        for into, piece in last.items()
+    ]
 
 
-def _written(held: torch.Tensor, pieces: list[Piece], begin: int) -> torch.Tensor:
+def _written(held: torch.Tensor, pieces: Iterable[Piece]) -> torch.Tensor:
     """A tensor as it was, and the copies done to it."""
     if not pieces:
         return held
     made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
     made.copy_(held.detach())
     for piece in pieces:
-        into = Geometry(piece.into.offset - begin, piece.into.size, piece.into.stride)
-        into.view(made).copy_(piece.values)
+        piece.into.view(made).copy_(piece.values)
     return made
 
 
-def _unfit(copies: list[ProvenCopy]) -> str | None:
-    """Why copies cannot be done with other values, or in any order."""
+def _require_any_order(copies: list[ProvenCopy]) -> None:
+    """
+    Raises:
+        _FallsBack: copies cannot be done with other values, or not in any order.
+    """
     if not all(has_stand_in(copy.source.dtype) for copy in copies):
-        return "is loaded from integers or packed numbers"
-    if len(copies) < 2:
-        return None
+        raise _FallsBack(f"{copies[0].name} is loaded from integers or packed numbers")
+    if len(copies) > 1 and _overlap(copies):
+        raise _FallsBack(f"parts of {copies[0].name} are loaded twice")
+
+
+def _overlap(copies: list[ProvenCopy]) -> bool:
     if sum(copy.runs.count for copy in copies) > _MANY:
-        return "is loaded twice" if _mask_overlaps(copies) else None
+        return _overlap_in_mask(copies)
     begin = np.concatenate([copy.runs.rows()[0] for copy in copies])
     length = np.concatenate([np.full(copy.runs.count, copy.runs.length) for copy in copies])
     order = np.argsort(begin)
     ends = (begin + length)[order]
-    return "is loaded twice" if (begin[order][1:] < ends[:-1]).any() else None
+    return bool((begin[order][1:] < ends[:-1]).any())
 
 
-def _mask_overlaps(copies: list[ProvenCopy]) -> bool:
+def _overlap_in_mask(copies: list[ProvenCopy]) -> bool:
     tensor = copies[0].tensor
     mask = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=torch.bool, device=tensor.device

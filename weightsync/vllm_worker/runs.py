@@ -25,7 +25,7 @@ class Geometry:
         Args:
             begin: of the tensor, in elements of the storage that it shares with the view.
         """
-        return cls(view.storage_offset() - begin, tuple(view.shape), view.stride())
+        return cls(int(view.storage_offset()) - begin, tuple(view.shape), view.stride())
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view, in a tensor of the same layout as the one it was found in."""

@@ -76,17 +76,21 @@ class Piece:
     out_of: Geometry
     values: torch.Tensor
 
+    def moved(self, distance: int) -> Piece:
+        into = Geometry(self.into.offset + distance, self.into.size, self.into.stride)
+        return Piece(into, self.source, self.out_of, self.values)
+
 
 class Sources:
     """Which memory holds incoming tensors, and which was computed from them."""
 
     def __init__(self) -> None:
         # A weak reference keeps the identity of a storage from being used again.
-        self._tensors: dict[int, tuple[StorageWeakRef, Source]] = {}
-        self._names: dict[int, tuple[StorageWeakRef, frozenset[str]]] = {}
+        self._tensors: dict[int, tuple[Any, Source]] = {}
+        self._names: dict[int, tuple[Any, frozenset[str]]] = {}
 
     def add(self, tensor: torch.Tensor, source: Source) -> None:
-        reference = StorageWeakRef(tensor.untyped_storage())
+        reference = _weak(tensor)
         self._tensors[reference.cdata] = reference, source
         self._names[reference.cdata] = reference, frozenset({source.name})
 
@@ -104,11 +108,11 @@ class Sources:
         names = self.names(made)
         more = names.union(*(self.names(parent) for parent in parents))
         if more != names:
-            reference = StorageWeakRef(made.untyped_storage())
+            reference = _weak(made)
             self._names[reference.cdata] = reference, more
 
 
-class Copies(TorchDispatchMode):
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, notes what is written into some tensors.
 
     Attributes:
@@ -117,7 +121,7 @@ class Copies(TorchDispatchMode):
     """
 
     def __init__(self, sources: Sources, into: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sources = sources
         self._into = {storage_of(tensor): tensor for tensor in into}
         self.pieces: dict[int, list[Piece]] = {}
@@ -131,6 +135,8 @@ class Copies(TorchDispatchMode):
             own = self._into.get(storage_of(tensor))
             if own is not None and tensor.numel():
                 where = storage_of(own)
+                if _zeroes(func, args):
+                    continue  # as padding is: shows in the outcome where it matters
                 if func is not torch.ops.aten.copy_.default:
                     self.strange.setdefault(where, f"written by {func}")
                 elif not self._copied(own, *args[:2]):
@@ -176,6 +182,10 @@ class Lineage(TorchFunctionMode):
         return result
 
 
+def _weak(tensor: torch.Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
@@ -189,6 +199,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _zeroes(func: Any, args: Any) -> bool:
+    zero = torch.ops.aten.zero_.default
+    return func is zero or (func is torch.ops.aten.fill_.Scalar and args[1] == 0)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
