@@ -16,7 +16,7 @@ from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update
-from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError, VersionGoneError
 from weightsync.report import State
 from weightsync.version import Version
 
@@ -265,7 +265,10 @@ def _insist(action: Callable[[], None]) -> BaseException | None:
 
 def _load_whole(engine: Engine, update: Update, deadline: Deadline) -> None:
     engine.apply(update, deadline)
-    update.snapshot.settle()
+    try:
+        update.snapshot.settle()
+    except VersionGoneError as error:  # not one to be passed over: the engine was written to
+        raise EngineError(f"what was loaded is no whole version: {error}") from error
     invalid = engine.unrestored()
     if invalid:
         raise EngineError(
