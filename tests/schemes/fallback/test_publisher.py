@@ -19,7 +19,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleEngine
 from weightsync.files import Directory
 from weightsync.manifest import Manifest
-from weightsync.schemes.double_buffer import publisher
+from weightsync.schemes.double_buffer.generation import Filling
 from weightsync.weight import Weight
 
 
@@ -752,15 +752,15 @@ def test_the_same_number_goes_the_same_way(two, clock):
 
 def breaking(two, monkeypatch):
     """The first scheme fails after it has read one tensor."""
-    real = publisher.write_stream
+    real = Filling.write_stream
 
-    def write_stream(generation, slot, inventory, *rest):
-        if two.one.path in generation.directory.path:
-            next(inventory.stream())
+    def write_stream(filling, *rest):
+        if two.one.path in filling.generation.directory.path:
+            next(filling.inventory.stream())
             raise OSError("a cable")
-        return real(generation, slot, inventory, *rest)
+        return real(filling, *rest)
 
-    monkeypatch.setattr(publisher, "write_stream", write_stream)
+    monkeypatch.setattr(Filling, "write_stream", write_stream)
 
 
 def test_a_stream_that_starts_afresh_is_sent_again(two, monkeypatch):

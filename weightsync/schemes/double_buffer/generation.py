@@ -104,7 +104,8 @@ class Filling:
     """One slot, while it is being filled with one version.
 
     Attributes:
-        writer: has the digests of what is written so far.
+        generation, inventory: which slots, and what is written.
+        slot: the one. writer: has the digests of what is written so far.
     """
 
     def __init__(
@@ -115,15 +116,15 @@ class Filling:
         copier: Copier,
         downloads: Downloads,
     ) -> None:
-        self._generation, self._inventory, self._downloads = generation, inventory, downloads
+        self.generation, self.inventory, self._downloads = generation, inventory, downloads
         self.slot = generation.slots[slot]
         self.writer = SlotWriter(generation.geometry, self.slot.bytes, copier)
         self._arrived = Arrived(generation.progress[slot], generation.geometry.nbytes)
 
     def write_resident(self) -> None:
         """Write the tensors that exist anyway: many at a time, and those of all GPUs at once."""
-        inventory, geometry = self._inventory, self._generation.geometry
-        placement = self._generation.placement(inventory, self._downloads)
+        inventory, geometry = self.inventory, self.generation.geometry
+        placement = self.generation.placement(inventory, self._downloads)
         with ExitStack() as flows:
             work = []
             for download, numbers, plan in placement.elsewhere:
@@ -153,12 +154,12 @@ class Filling:
         Raises:
             SourceError, DeadlineError: see :class:`~weightsync.intake.Intake`.
         """
-        intake = Intake(self._inventory, awaited, deadline)
+        intake = Intake(self.inventory, awaited, deadline)
         packers: dict[Download, Packer] = {}
         with ExitStack() as flows:
             for number, tensor in intake:
                 spec = self._spec(number)
-                download = self._downloads.of(tensor.device, self._generation.geometry.nbytes)
+                download = self._downloads.of(tensor.device, self.generation.geometry.nbytes)
                 if download is None or not spec.nbytes:
                     self._write(number, tensor)
                 else:
@@ -180,7 +181,7 @@ class Filling:
             self._arrived.add(spec.offset, spec.offset + spec.nbytes)
 
     def _spec(self, number: int) -> ParamSpec:
-        return self._generation.manifest.tensors[number]
+        return self.generation.manifest.tensors[number]
 
     def _flow(self, download: Download) -> AbstractContextManager[Flow]:
         return flow_into(self.slot, download, self.writer, self._arrived.add, self._downloads)

@@ -108,7 +108,8 @@ class Update:
             if published is not None:
                 if not published.skipped:
                     published = self._sent_on(published, route, [*left, *others])
-                return replace(published, scheme=self._way(), notes=tuple(self.notes))
+                notes = (*self.notes, *published.notes)
+                return replace(published, scheme=self._way(), notes=notes)
         again = ", once more, the way it went before" if others else ""
         raise as_one(self._failed, f"version {self._version.number} could not be sent{again}")
 
