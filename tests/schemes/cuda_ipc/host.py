@@ -218,6 +218,6 @@ def settle(state):
 def wait_until_read(state, number):
     """Until a version was applied."""
     found = Deadline(20.0).wait(
-        lambda: state.receiver.version and state.receiver.version.number >= number or None
+        lambda: (state.receiver.version and state.receiver.version.number >= number) or None
     )
     assert found, state.errors
