@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 import socket
 
 import pytest
@@ -12,6 +13,7 @@ from tests.conftest import Ends, assert_all_same, read
 from tests.docs import PAGES, ROOT, blocks, run
 from tests.live import trainers
 from tests.live.world import World
+from tests.schemes.cuda_ipc.host import HostIPCScheme
 from weightsync.version import Version
 
 WITH_VLLM = {
@@ -42,6 +44,7 @@ def test_all_blocks_are_known_here():
         ("docs/engines.md", "replicas"),
         ("docs/engines.md", "guard"),
         ("docs/schemes.md", "nccl"),
+        ("docs/schemes.md", "CUDA IPC"),
         ("docs/schemes.md", "disk"),
         ("docs/schemes.md", "fallback"),
         ("docs/sources.md", "options"),
@@ -91,6 +94,18 @@ def test_several_engines_and_their_guard(run_dir, capsys):
 def test_broadcast(run_dir):
     names = run("docs/schemes.md", "nccl", run_dir)
     assert names["report"].version.number == 1
+
+
+def test_one_gpu(run_dir, monkeypatch):
+    """With shared memory in the place of the GPU's."""
+    monkeypatch.setattr(ws, "CUDAIPCScheme", HostIPCScheme, raising=False)
+    policy, engine = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    try:
+        names = run("docs/schemes.md", "CUDA IPC", run_dir, policy=policy, engine=engine)
+    finally:
+        shutil.rmtree(run_dir + ".memory", ignore_errors=True)
+    assert [r.state for r in names["report"].receivers] == ["applied"]
+    assert torch.equal(policy.weight, engine.weight)
 
 
 def test_versions_on_a_disk(run_dir, tmp_path):

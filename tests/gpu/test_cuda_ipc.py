@@ -303,7 +303,7 @@ def test_too_much_is_no_room():
 
 def test_a_handle_of_nothing_is_refused_in_the_drivers_words():
     with pytest.raises(driver.DriverError):
-        CUDAExchange().open(torch.device("cuda", 0), os.urandom(64))
+        CUDAExchange().open(torch.device("cuda", 0), bytes(64))
 
 
 # -------------------------------------------------------------------- vLLM
