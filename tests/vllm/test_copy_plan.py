@@ -45,11 +45,13 @@ def parallel():
 def plain(monkeypatch):
     """Linear layers and experts keep their weights as they are loaded."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     def keep(layer, remove_weight):
         layer.cpu_linear = nn.functional.linear
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
+    monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", lambda weight, isa: weight)
 
 
 class Loaded:

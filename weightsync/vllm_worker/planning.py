@@ -98,6 +98,7 @@ class Planner(DryReload):
             layer: {storage_of(each) for each in registered(layer).values() if each.numel()}
             for layer in self.names
         }
+        self._numbers = {layer: numbers(layer, self.names) for layer in self.names}
         self._registered = set[int]().union(*self._memory.values())
         self._sources = Sources()
         self._direct = Copies(self._sources, ())
@@ -221,7 +222,7 @@ class Planner(DryReload):
     # ------------------------------------------------------------ one layer after the other
 
     def begun(self, layer: nn.Module) -> None:
-        self._layer = _Looked(layer, numbers(layer, self.names))
+        self._layer = _Looked(layer)
 
     def processed(self, layer: nn.Module, info: Any) -> None:
         with self._falling_back(layer):
@@ -248,6 +249,7 @@ class Planner(DryReload):
     def finished(self) -> None:
         for each in self.unguarded.values():
             layer, name = self.place_of(each)
+            self._note_direct(each, layer)
             if layer not in self._why:
                 with self._falling_back(layer):
                     self._prove_direct(each, layer, name)
@@ -300,6 +302,18 @@ class Planner(DryReload):
         """What one of the layer's own tensors held before."""
         return self.unguarded[id(live)].value if id(live) in self.unguarded else live
 
+    def _note_direct(self, each: compat.Unguarded, layer: nn.Module) -> None:
+        """
+        Raises:
+            EngineError: it is not known what a tensor was loaded from.
+        """
+        place = storage_of(each.data)
+        names = self._direct.names.get(place, set())
+        if names:
+            self._feeds.setdefault(layer, set()).update(names)
+        elif place in self._direct.strange:
+            raise EngineError(f"it is not known what {each.name} is loaded from")
+
     def _prove_direct(self, each: compat.Unguarded, layer: nn.Module, name: str) -> None:
         """The same for a tensor that no layer waits for; it may have been proven with its layer."""
         place = storage_of(each.data)
@@ -311,7 +325,6 @@ class Planner(DryReload):
         known = self._proven.get(layer, {}).get(name, [])
         if [copy.what for copy in known] == [copy.what for copy in copies]:
             return
-        self._feeds.setdefault(layer, set()).update(copy.source.name for copy in copies)
         _require_any_order(copies)
         if _Layout.of(each.tensor) != _Layout.of(each.value):
             raise _FallsBack(f"{name} is repacked")
@@ -333,8 +346,8 @@ class Planner(DryReload):
         if changed:
             raise _FallsBack(f"tensors are derived from it: {_listed(sorted(changed))}")
         counted = numbers(layer, self.names)
-        if counted != self._layer.numbers:
-            different = {path for path, _ in counted.items() ^ self._layer.numbers.items()}
+        if counted != self._numbers[layer]:
+            different = {path for path, _ in counted.items() ^ self._numbers[layer].items()}
             raise _FallsBack(f"numbers are derived from it: {_listed(sorted(different))}")
 
     def _require_nothing_to_derive(self, layer: nn.Module) -> None:
@@ -397,12 +410,9 @@ class _Fresh:
 class _Looked:
     """The layer that is being looked at: its loaders are called once more, and watched."""
 
-    def __init__(
-        self, layer: nn.Module | None = None, numbers: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, layer: nn.Module | None = None) -> None:
         self._awaited = layer
         self._replaying = False
-        self.numbers = dict(numbers or {})
         self.fresh: dict[str, _Fresh] = {}
         self.copies = Copies(Sources(), ())
 

@@ -118,6 +118,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         pieces: copies of incoming tensors, in order, by the storage that they went to.
         strange: what else was written there, in words.
+        names: of the incoming tensors that it was all made of, as far as that is known.
     """
 
     def __init__(self, sources: Sources, into: Iterable[torch.Tensor]) -> None:
@@ -126,6 +127,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._into = {storage_of(tensor): tensor for tensor in into}
         self.pieces: dict[int, list[Piece]] = {}
         self.strange: dict[int, str] = {}
+        self.names: dict[int, set[str]] = {}
 
     def watches(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._into
@@ -135,6 +137,8 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = self._into.get(storage_of(tensor))
             if own is not None and tensor.numel():
                 where = storage_of(own)
+                given = [self._sources.names(each) for each in _tensors(args)]
+                self.names.setdefault(where, set()).update(*given)
                 if _zeroes(func, args):
                     continue  # as padding is: shows in the outcome where it matters
                 if func is not torch.ops.aten.copy_.default:
