@@ -18,6 +18,7 @@ from weightsync.errors import WeightSyncError
 _REGISTER_PORTABLE, _REGISTER_MAPPED, _REGISTER_READ_ONLY = 1, 2, 8
 _IPC_LAZY_PEER_ACCESS = 1
 _HOST, _DEVICE, _UNIFIED = 1, 2, 4
+_BUFFER_ID = 7
 
 _pointer, _size = ctypes.c_uint64, ctypes.c_size_t
 
@@ -63,6 +64,7 @@ _ARGUMENTS = {
     "cuMemAlloc_v2": [ctypes.POINTER(_pointer), _size],
     "cuMemFree_v2": [_pointer],
     "cuMemGetAddressRange_v2": [ctypes.POINTER(_pointer), ctypes.POINTER(_size), _pointer],
+    "cuPointerGetAttribute": [ctypes.c_void_p, ctypes.c_int, _pointer],
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), _pointer],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_pointer), _IpcHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [_pointer],
@@ -195,6 +197,14 @@ def allocation(device: int, address: int) -> tuple[int, int]:
     with on(device):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     return base.value, size.value
+
+
+def allocation_serial(device: int, address: int) -> int:
+    """A number that the allocation of an address has, and no other of this process ever has."""
+    serial = ctypes.c_uint64()
+    with on(device):
+        _call("cuPointerGetAttribute", ctypes.byref(serial), _BUFFER_ID, address)
+    return serial.value
 
 
 def ipc_handle(device: int, address: int) -> bytes:

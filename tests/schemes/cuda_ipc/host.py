@@ -15,6 +15,7 @@ from weightsync.errors import NoRoomError, WeightSyncError
 from weightsync.schemes.cuda_ipc import CUDAIPCScheme
 from weightsync.schemes.cuda_ipc.handles import HANDLE_BYTES, Exchange, Room
 from weightsync.testing.weights import constants, fill, value_of
+from weightsync.transport import Targets
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,9 @@ class HostExchange(Exchange):
             if base <= address < base + len(mapping):
                 return base, len(mapping)
         raise WeightSyncError("not made to be shown")
+
+    def serial(self, place, address):
+        return hash(self.handle(place, self.allocation(place, address)[0]))
 
     def handle(self, place, base):
         return self.made[base][0].encode().ljust(HANDLE_BYTES, b"\0")
@@ -221,3 +225,17 @@ def wait_until_read(state, number):
         lambda: (state.receiver.version and state.receiver.version.number >= number) or None
     )
     assert found, state.errors
+
+
+def be_worker(state, url, rank, size):
+    """Be the reader in one of an engine's workers, which know nothing but a URL."""
+    state.subscriber = ws.scheme_from_url(url).create_reader(rank, size)
+
+
+def read_as_worker(state, version):
+    with state.subscriber.snapshot(ws.Version(*version), Deadline(20.0)) as snapshot:
+        snapshot.verify()
+        target = constants(-1)
+        snapshot.copy_into(Targets(snapshot.manifest, target))
+        snapshot.settle()
+    return value_of(target)

@@ -306,6 +306,78 @@ def test_another_gpu_is_refused_with_advice(pair, monkeypatch):
     assert receiver.version is None
 
 
+def test_an_interrupted_update_takes_the_version_back(pair, run_dir):
+    """Whoever catches a Ctrl-C and trains on has nobody reading."""
+    sender, receiver, *_ = pair
+
+    def interrupted(version, timeout):
+        assert os.path.exists(f"{run_dir}/head.json")
+        raise KeyboardInterrupt
+
+    receiver.apply_weights = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sender.update_weights(version=1)
+    assert not os.path.exists(f"{run_dir}/head.json")
+
+
+def test_behind_a_fallback_the_trainer_waits_too(scheme, run_dir):
+    other = ws.DoubleBufferScheme(run_dir + "-other")
+    scheme = ws.FallbackScheme([scheme, other])
+    weights, target = constants(1), constants(0)
+    with scheme.create_sender(weights) as sender, scheme.create_receiver(target) as receiver:
+        sender.connect()
+        receiver.connect()
+        sender.attach(receiver)
+        report = sender.update_weights(version=1)
+        assert report.scheme == "fallback:host-ipc"
+        assert host.value_of(target) == 1
+        assert not os.path.exists(f"{run_dir}/head.json")
+
+
+def test_workers_read_for_a_receiver_that_maps_nothing_itself(scheme, peers):
+    trainer, first, second = peers(3)
+    trainer.call(host.send, scheme)
+    subscriber = scheme.create_subscriber("driver")
+    subscriber.delegate(2)
+    subscriber.open(Deadline(10.0))
+    subscriber.acknowledge(ws.ReceiverReport("driver", "connected"))
+    url = scheme.for_workers("driver").to_url()
+    for rank, peer in enumerate((first, second)):
+        peer.call(host.be_worker, url, rank, 2)
+    for number in (1, 2):
+        trainer.start(host.update, number)
+        version = subscriber.wait(None, Deadline(10.0))
+        snapshot = subscriber.snapshot(version, Deadline(10.0))
+        assert len(snapshot.manifest.tensors) == 4
+        for peer in (first, second):
+            assert peer.call(host.read_as_worker, version) == number
+        assert not trainer.answered(0.1)
+        snapshot.settle()
+        subscriber.acknowledge(
+            ws.ReceiverReport("driver", "applied", version=version, attempted=version)
+        )
+        assert trainer.result()[0] == {"driver": "applied"}
+    assert not HostExchange.opened
+    subscriber.close()
+
+
+def test_a_worker_lets_go_of_a_dead_trainers_memory(scheme, peers):
+    """Nobody asks it for anything then."""
+    trainer, engine, worker = peers(3)
+    trainer.call(host.send, scheme)
+    engine.call(host.receive, scheme, "engine", pause=1.0)
+    worker.call(host.be_worker, scheme.to_url(), 0, 1)
+    trainer.start(host.update, 1)
+    reader = scheme.create_subscriber()
+    reader.open(Deadline(10.0))
+    version = reader.wait(None, Deadline(10.0))
+    assert worker.call(host.read_as_worker, version) == 1
+    assert worker.call(host.mapped) == 4
+    trainer.kill()
+    eventually(lambda: worker.call(host.mapped) == 0)
+    reader.close()
+
+
 def test_a_run_leaves_nothing_behind(scheme, run_dir):
     with scheme.create_sender(constants(1)) as sender:
         sender.connect()

@@ -42,6 +42,7 @@ class _Look:
     """What was found out of one set of tensors, and holds while they stay what they are.
 
     Attributes:
+        shown: the address and number of each allocation that tensors lie in.
         copied: the tensors, by their index, that have to be copied, and where to in ``room``.
     """
 
@@ -49,7 +50,7 @@ class _Look:
     facts: Facts
     devices: list[torch.device]
     place: torch.device
-    shown: tuple[Allocation, ...]
+    shown: tuple[tuple[int, int | None], ...]
     copied: dict[int, int]
     room: Room | None
     table: Table
@@ -90,12 +91,12 @@ class Exports:
     ) -> bool:
         """Whether a look is as good as a new one.
 
-        Memory that was freed and allocated again may have its former address, but has another
-        handle.
+        Memory that was freed and allocated again may have its former address, but not its number.
         """
         if (look.fingerprint, look.facts, look.devices) != (manifest.fingerprint, facts, devices):
             return False
-        return all(self._allocation(look.place, a.address) == a for a in look.shown)
+        serials = [(self._serial(look.place, address), serial) for address, serial in look.shown]
+        return all(now == then is not None for now, then in serials)
 
     def _look_at(self, inventory: Inventory, facts: Facts, devices: list[torch.device]) -> _Look:
         self._look = None  # its buffer goes before there is another one
@@ -128,8 +129,9 @@ class Exports:
             tuple(allocations),
             tuple(found or (0, 0) for found in places),
         )
+        serials = tuple((a.address, self._serial(place, a.address)) for a in shown)
         self._look = _Look(
-            manifest.fingerprint, facts, devices, place, tuple(shown), copied, room, table
+            manifest.fingerprint, facts, devices, place, serials, copied, room, table
         )
         return self._look
 
@@ -165,6 +167,13 @@ class Exports:
         try:
             base, nbytes = self._exchange.allocation(place, address)
             return Allocation(self._exchange.handle(place, base), nbytes, base)
+        except WeightSyncError:
+            return None
+
+    def _serial(self, place: torch.device, address: int) -> int | None:
+        """None: no memory is there any more."""
+        try:
+            return self._exchange.serial(place, address)
         except WeightSyncError:
             return None
 

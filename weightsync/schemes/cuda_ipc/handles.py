@@ -78,8 +78,16 @@ class Exchange(ABC):
         """
 
     @abstractmethod
+    def serial(self, place: torch.device, address: int) -> int:
+        """The number of an allocation, which no other has, not even at the same address.
+
+        Raises:
+            WeightSyncError: none of ours.
+        """
+
+    @abstractmethod
     def handle(self, place: torch.device, base: int) -> bytes:
-        """By which another process maps an allocation; equal as long as it is the same one.
+        """By which another process maps an allocation.
 
         Raises:
             WeightSyncError: it cannot be shown.
@@ -143,6 +151,9 @@ class CUDAExchange(Exchange):
 
     def allocation(self, place: torch.device, address: int) -> tuple[int, int]:
         return driver.allocation(place.index, address)
+
+    def serial(self, place: torch.device, address: int) -> int:
+        return driver.allocation_serial(place.index, address)
 
     def handle(self, place: torch.device, base: int) -> bytes:
         return driver.ipc_handle(place.index, base)

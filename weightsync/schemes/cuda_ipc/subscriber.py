@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,14 +47,13 @@ class CUDAIPCSubscriber(Subscriber):
         self._member = Membership(scheme.path, receiver, layout.HEAD, Head.from_json)
         self._mapped: tuple[str, Mapped] | None = None
         self._snapshots: weakref.WeakSet[CUDAIPCSnapshot] = weakref.WeakSet()
-        self._looked = 0.0
         self._mapping = threading.Lock()
+        self._watched = False
 
     def open(self, deadline: Deadline) -> None:
         self._member.open(deadline)
 
     def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
-        self._let_go_of_the_dead()
         return self._member.wait(after, deadline)
 
     def acknowledge(self, report: ReceiverReport) -> None:
@@ -122,6 +122,10 @@ class CUDAIPCSubscriber(Subscriber):
                 mapped = Mapped(self._exchange, Table.from_json(data, where), self._keep)
                 self._let_go()
                 self._mapped = head.digest, mapped
+            if not self._watched:
+                self._watched = True
+                watch = partial(_watch, weakref.ref(self))
+                threading.Thread(target=watch, name="weightsync trainer", daemon=True).start()
             return self._mapped[1]
 
     def _let_go(self) -> None:
@@ -129,18 +133,17 @@ class CUDAIPCSubscriber(Subscriber):
         if former is not None:
             former[1].retire()
 
-    def _let_go_of_the_dead(self) -> None:
-        """Memory of a trainer that died is not free before it is unmapped."""
-        if self._mapped is None or time.monotonic() < self._looked + _LOOKS:
-            return
-        self._looked = time.monotonic()
-        try:
-            alive = is_locked(self._member.directory(), SENDER_LOCK)
-        except (OSError, WeightSyncError):
-            alive = False
-        if not alive:
-            with self._mapping:
+    def let_go_of_the_dead(self) -> bool:
+        """Unmap the memory of a dead trainer, which is not free before. False: nothing is left."""
+        with self._mapping:
+            try:
+                alive = is_locked(self._member.directory(), SENDER_LOCK)
+            except (OSError, WeightSyncError):
+                alive = False
+            if not alive:
                 self._let_go()
+            self._watched = self._mapped is not None
+            return self._watched
 
     def close(self) -> None:
         for snapshot in list(self._snapshots):
@@ -224,3 +227,14 @@ class CUDAIPCSnapshot(Snapshot):
     def close(self) -> None:
         if self._used:
             self.end_lease(nobody_reads=True)
+
+
+def _watch(subscriber: weakref.ref[CUDAIPCSubscriber]) -> None:
+    """Until nothing is mapped any more. In a thread: an engine's worker is not asked for anything
+    between two updates."""
+    while True:
+        time.sleep(_LOOKS)
+        there = subscriber()
+        if there is None or not there.let_go_of_the_dead():
+            return
+        del there
