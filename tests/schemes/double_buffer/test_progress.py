@@ -31,6 +31,12 @@ def test_a_reader_sees_what_the_writer_says(generation):
     assert view.look()[2] == 0
 
 
+def test_a_version_of_any_length_is_written(generation):
+    progress = Progress(generation, 0)
+    assert progress.begin(Version((1 << 70) + 3, 1 << 64)) > 0
+    assert ProgressView.open(generation, 0).look()[1] == (3, 0)
+
+
 def test_its_file_is_as_the_format_says(generation):
     attempt = Progress(generation, 0).begin(Version(1 << 41, 2))
     data = generation.read("slot0.progress", 64)

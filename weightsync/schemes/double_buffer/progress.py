@@ -20,6 +20,8 @@ from weightsync.version import Version
 
 _SIZE = 64
 _ATTEMPT, _EPOCH, _NUMBER, _WRITTEN = range(4)
+_WORD = (1 << 64) - 1
+"""Of a version that is longer its end is enough: nobody takes it for another's commit."""
 
 
 class Progress:
@@ -46,7 +48,7 @@ class Progress:
     def begin(self, version: Version) -> int:
         """Say that a version is being written now. Returns the attempt."""
         self._words[_ATTEMPT] = 0
-        self._words[_EPOCH], self._words[_NUMBER] = version
+        self._words[_EPOCH], self._words[_NUMBER] = (word & _WORD for word in version)
         self._words[_WRITTEN] = 0
         attempt = secrets.randbits(62) + 1
         self._words[_ATTEMPT] = attempt
