@@ -184,7 +184,8 @@ class Attempt:
         else:
             self._resume(None)
         finally:
-            self.pause = time.perf_counter() - began
+            stopped = self.engine.stopped()
+            self.pause = time.perf_counter() - began if stopped is None else stopped
 
     def _while_paused(self, way: Way) -> None:
         told, until = way.share()

@@ -135,6 +135,11 @@ class Engine(ABC):
     def apply(self, update: Update, deadline: Deadline) -> None:
         """Load the weights, in place. May leave a mix behind if it fails."""
 
+    def stopped(self) -> float | None:
+        """Seconds for which requests made no progress in the last update, where the engine knows
+        better than who waited from ``pause`` to ``resume``."""
+        return None
+
     def notes(self) -> Sequence[str]:
         """What people should know of how the last version was applied."""
         return ()

@@ -122,6 +122,7 @@ class CUDADevice(Device):
             found = torch.zeros(1, dtype=torch.int64, device=self.place)
             with torch.cuda.device(self.place):
                 kernels.digest_chunks(data.data_ptr(), 1, found)
+                kernels.compile_moves(self.place)
             wanted = torch.zeros(1, dtype=torch.int64)
             HostDevice().digests(HostDevice().current(), data.cpu().data_ptr(), 1, wanted)
             if found.cpu().equal(wanted):

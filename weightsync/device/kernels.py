@@ -117,6 +117,17 @@ def digest_chunks(address: int, count: int, into: torch.Tensor) -> None:
         )
 
 
+def compile_moves(device: torch.device) -> None:
+    """Have the copying kernels compiled now, in all the forms in which they are used."""
+    memory = torch.zeros(64, dtype=torch.uint8, device=device)
+    into, out_of = np.array([memory.data_ptr()]), np.array([memory.data_ptr() + 32])
+    for length in (16, 1):
+        moves = GPUMoves(device, into, out_of, np.array([length]))
+        moves.run_on_current(0)
+        moves = GPUMoves(device, into, out_of - memory.data_ptr(), np.array([length]))
+        moves.run_on_current(memory.data_ptr())
+
+
 class GPUMoves:
     """A table of the copies in the GPU's memory, and a program for each row."""
 

@@ -51,6 +51,7 @@ class Loader:
         self.target, self._apply = target, apply
         self.plan: CopyPlan | None = None
         self._why = "apply='reload'" if apply == "reload" else "no plan was made yet"
+        self._again = self._tried = False
         self._looked: tuple[str, nn.Module] | None = None
         self._device: Device | None = None
         self._manifest: Manifest | None = None
@@ -59,12 +60,15 @@ class Loader:
 
     def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> None:
         """Have a plan for a manifest, if there can be one. Between two steps of the model."""
-        if self._apply == "reload" or self.holds(model, manifest.fingerprint):
+        subject = manifest.fingerprint, model
+        held = self.holds(model, manifest.fingerprint)
+        if self._apply == "reload" or (held and not self._again):
             return
-        if self.plan is None and self._looked == (manifest.fingerprint, model):
+        if self.plan is None and self._looked == subject:
             return
+        self._tried = self._again and self._looked == subject
         self.forget()
-        self._looked = manifest.fingerprint, model
+        self._looked = subject
         try:
             plan = copy_plan.make(model, config, manifest, stream())
         except EngineError as error:
@@ -79,9 +83,17 @@ class Loader:
             return
         self.plan, self._manifest = plan, manifest
 
+    def reloaded(self) -> None:
+        """The reload has been at work: of what fell back to it, more can be planned, maybe.
+
+        It leaves zeros where there is padding, for one thing; an engine of dummy weights has not.
+        """
+        self._again = not self._tried and self.plan is not None and bool(self.plan.fallback)
+
     def forget(self) -> None:
         """The plan, and the memory that goes with it."""
         self.plan = self._manifest = self._through = self._moves = self._looked = None
+        self._again = False
 
     def holds(self, model: nn.Module, fingerprint: str) -> bool:
         """Whether there is a plan for a manifest, and the model is still where it says."""

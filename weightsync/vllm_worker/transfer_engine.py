@@ -36,7 +36,7 @@ from weightsync.manifest import describe
 from weightsync.readahead import ReadAhead
 from weightsync.scheme import scheme_from_url
 from weightsync.selection import Selection
-from weightsync.transport import Snapshot, Subscriber
+from weightsync.transport import Memory, Snapshot, Subscriber
 from weightsync.upload import Share, Staging
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
@@ -185,7 +185,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif op == "check":
             return self._check(str(request["target"]))
         elif op == "apply":
+            began = time.perf_counter()
             self._apply_planned(request)
+            return {"seconds": time.perf_counter() - began}
         elif op == "verify":
             return self._verify(str(request["target"]))
         elif op == "begin":
@@ -364,12 +366,22 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._verified = False
             if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
                 ahead.take(memory, version, deadline, self._share)
-            elif not self._verified_on_the_way(snapshot):
+            elif memory is not None and self._verified_on_the_way(snapshot):
+                self._page_lock(memory)  # not while requests wait
+            else:
                 self._verify_here(snapshot)
+                if memory is not None:
+                    self._page_lock(memory)
         except BaseException:
             snapshot.close()
             raise
         return snapshot
+
+    def _page_lock(self, memory: Memory) -> None:
+        place = next(self.model.parameters()).device
+        device = None if place.type == "cpu" else device_of(place)
+        if device is not None:
+            memory.page_lock(device)
 
     @property
     def _share(self) -> Share:
@@ -387,7 +399,6 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         device = next(self.model.parameters()).device
         return (
             device.type != "cpu"
-            and snapshot.memory() is not None
             and bool(self._loaders)
             and all(loader.plans_all(fingerprint) for loader in self._loaders.values())
         )
@@ -439,7 +450,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             planned = loader.covers(self.model, fingerprint) and loader.takes(snapshot)
         self._begin_staging(snapshot)
         note = "; ".join(filter(None, [loader.note(), self._why_not_staged]))
-        return {"planned": planned, "note": note}
+        encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
+        return {"planned": planned, "note": note, "encodes": bool(encodes)}
 
     @contextmanager
     def _looking_at(self, target: str) -> Iterator[None]:
@@ -571,6 +583,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         staging = self._staged_here(snapshot.version)
         loader.replay(snapshot, staging, self._share, deadline)
         self._require_complete(plan.fallback)
+        loader.reloaded()
 
     def _require_complete(self, among: Collection[str] | None = None) -> None:
         incomplete = compat.incomplete_layers(self.model, self._elsewhere, among)

@@ -165,8 +165,11 @@ class VLLMClient(ABC):
                 "shares its process (VLLM_ENABLE_V1_MULTIPROCESSING=0); use mode='keep'"
             )
 
-    def flush(self, deadline: Deadline) -> None:
+    def flush(self, deadline: Deadline, encodes: bool = True) -> None:
         """Drop whatever was computed with the weights until now.
+
+        Args:
+            encodes: whether the model has encoders of images or sounds.
 
         Raises:
             EngineError: vLLM did not confirm it.
@@ -177,7 +180,8 @@ class VLLMClient(ABC):
             raise EngineError("vLLM did not confirm that its prefix cache is empty")
         # Outputs of vision and audio encoders are computed with weights, too. What vLLM calls its
         # multimodal cache holds processed inputs, and is left alone.
-        self.reset_encoder_cache(deadline)
+        if encodes:
+            self.reset_encoder_cache(deadline)
 
     def require_alive(self) -> None:
         """

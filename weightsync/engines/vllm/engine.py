@@ -82,6 +82,8 @@ class VLLMEngine(Engine):
         self._wake = wake
         self._way = {"apply": apply, "stage": stage}
         self._planned = False
+        self._encodes = True
+        self._seconds = 0.0
         self._notes: tuple[str, ...] = ()
         self._pause = Pause(client, mode)
         self._asleep: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ class VLLMEngine(Engine):
                 for answer in self._ask({"op": "check", "target": target}, deadline)
             ]
             self._planned = all(answer.get("planned") for answer in looked)
+            self._encodes = any(answer.get("encodes", True) for answer in looked)
             self._notes = tuple(dict.fromkeys(answer.get("note", "") for answer in looked))
 
     def _lease(self, update: Update, deadline: Deadline) -> list[Answer]:
@@ -181,7 +184,7 @@ class VLLMEngine(Engine):
             self.client.wake(["weights"], deadline)
 
     def apply(self, update: Update, deadline: Deadline) -> None:
-        deep = self.client.deep_sleeps()
+        deep, self._seconds = self.client.deep_sleeps(), 0.0
         for target in self._targets:
             (self._load_planned if self._planned else self._load)(target, update, deadline)
         self._deep, self._lost, self._loaded = deep, False, update.version
@@ -204,6 +207,7 @@ class VLLMEngine(Engine):
         except BaseException:
             self._undo()
             raise
+        self._seconds += max(answer.get("seconds", 0.0) for answer in answers)
         self._require_held(answers, update.version if last else None)
 
     @staticmethod
@@ -215,7 +219,12 @@ class VLLMEngine(Engine):
                 )
 
     def notes(self) -> tuple[str, ...]:
-        return self._notes
+        if not self._seconds:
+            return self._notes
+        return (*self._notes, f"written in {self._seconds * 1e3:.1f} ms")
+
+    def stopped(self) -> float | None:
+        return self._pause.seconds
 
     def _load(self, target: Target, update: Update, deadline: Deadline) -> None:
         try:
@@ -250,7 +259,7 @@ class VLLMEngine(Engine):
         return sorted({name for answer in answers for name in answer["invalid"]})
 
     def flush(self, deadline: Deadline) -> None:
-        self.client.flush(deadline)
+        self.client.flush(deadline, self._encodes)
 
     def label(self, version: Version | None) -> None:
         self.client.set_version(str(version) if version else "unusable", Deadline(GRACE))

@@ -25,6 +25,10 @@ class Pause:
     """
     Args:
         mode: what becomes of requests that run.
+
+    Attributes:
+        seconds: that the last one lasted, from before vLLM was asked to stop until it had gone on.
+            None: its user's own goes on.
     """
 
     def __init__(self, client: VLLMClient, mode: Mode) -> None:
@@ -33,6 +37,8 @@ class Pause:
         self._turn = _turn_of(client.target)
         self._has_turn = False
         self._began = False
+        self._stopped = 0.0
+        self.seconds: float | None = None
 
     def begin(self, deadline: Deadline) -> None:
         """Let no request make progress. An engine that its user paused is left to them.
@@ -43,9 +49,11 @@ class Pause:
         if not self._turn.acquire(timeout=deadline.remaining):
             raise DeadlineError(f"the {self._client.name} was in another update all the time")
         self._has_turn = True
+        self.seconds = None
         if not self._is_paused_by_user(deadline):
             self._began = True
             self._ask("pausing", deadline)
+            self._stopped = time.perf_counter()
             self._client.pause(self._mode, deadline)
 
     def end(self, in_any_case: bool = False) -> None:
@@ -57,6 +65,7 @@ class Pause:
         try:
             if self._began or in_any_case:
                 self._insist_on_resuming(Deadline(GRACE))
+                self.seconds = time.perf_counter() - self._stopped if self._began else None
                 self._began = False
                 with contextlib.suppress(Exception):  # the engine itself runs
                     self._ask("resumed", Deadline(GRACE))
