@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weightsync.chunks import CHUNK, SlotWriter
-from weightsync.device import Device, Lane, Mark, Moves, device_of
+from weightsync.device import Device, Lane, Mark, Moves, device_of, settle
 from weightsync.errors import NoRoomError
 from weightsync.intake import copy_tensor
 from weightsync.manifest import ALIGNMENT, ParamSpec
@@ -119,7 +119,7 @@ class Download:
             yield flow
             flow.finish()
         finally:
-            _settle(self.lane, flow.current)
+            settle(self.lane, flow.current)
 
     def plan(self, blocks: Blocks, tensors: Sequence[torch.Tensor]) -> Plan:
         """
@@ -413,17 +413,3 @@ def _copy_elements(
         copy_tensor(whole, tensor[low:high], name)
     if tail:
         _copy_elements(into[len(into) - tail :], tensor[high], 0, tail, name)
-
-
-def _settle(*lanes: Lane) -> None:
-    """Wait for lanes, an interrupt notwithstanding: the memory may be somebody else's next."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            for lane in lanes:
-                lane.wait()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt

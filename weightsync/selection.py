@@ -66,11 +66,11 @@ class Selection:
         """The bytes of some runs, in any order, which may overlap, of a layout of ``nbytes``."""
         order = np.argsort(begin[length > 0], kind="stable")
         begin, length = begin[length > 0][order], length[length > 0][order]
-        if len(begin) == 0 or int(length.sum()) >= _NEARLY * nbytes:
+        if len(begin) and int(length.sum()) >= _NEARLY * nbytes:
             return cls.everything(nbytes)
         ends = np.maximum.accumulate(begin + length)
-        first = np.concatenate([[True], begin[1:] > ends[:-1]])
-        last = np.concatenate([first[1:], [True]])
+        first, last = np.ones((2, len(begin)), dtype=bool)
+        first[1:] = last[:-1] = begin[1:] > ends[:-1]
         begin, length = begin[first], ends[last] - begin[first]
         # Each a little behind the former one's end, so that it is aligned as in the layout.
         lead = begin % _ALIGNED

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from weightsync.chunks import CHUNK, Copier, Digests, Geometry
 from weightsync.deadline import Deadline
-from weightsync.device import Device, Lane, Moves
+from weightsync.device import Device, Lane, Mark, Moves, settle
 from weightsync.errors import DeadlineError
 from weightsync.selection import Block, Selection, cut
 from weightsync.tensors import Addresses
@@ -28,6 +30,9 @@ WINDOW = 64 * CHUNK
 
 _BUFFERS = 3
 
+_QUEUED = 6
+"""Windows. What has been queued is waited for, whatever happens: a few milliseconds."""
+
 _LOOK = 0.0005
 """Seconds between two looks at a version that is being written."""
 
@@ -36,32 +41,34 @@ Share = tuple[int, int]
 
 
 class _Arrived:
-    """The digests of what has arrived in a device's memory, chunk by chunk."""
+    """The digests of what has arrived in a device's memory, chunk by chunk.
+
+    The last chunk, if it is not a whole one, is brought back for that.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
-        self._whole = nbytes // CHUNK
-        chunks = -(-nbytes // CHUNK)
-        self._digests = torch.zeros(max(chunks, 1), dtype=torch.int64, device=device.place)
+        self._nbytes, self._whole = nbytes, nbytes // CHUNK
+        self._digests = torch.zeros(self._whole, dtype=torch.int64, device=device.place)
+        self._tail = torch.empty(nbytes % CHUNK, dtype=torch.uint8)
 
     def digest(self, lane: Lane, address: int, begin: int, end: int) -> None:
         """Queue those of the bytes ``begin`` to ``end`` of the layout, which lie at an address."""
-        first, last = begin // CHUNK, min(end // CHUNK, self._whole)
+        first, last = begin // CHUNK, end // CHUNK
         if last > first:
             self._device.digests(lane, address, last - first, self._digests[first:last])
+        if end == self._nbytes and len(self._tail):
+            lane.copy(self._tail.data_ptr(), address + last * CHUNK - begin, len(self._tail))
 
-    def wrong(self, memory: Memory) -> list[int]:
-        """The chunks that differ from what they are to be. The last, if it is no whole one, is
-        compared where it came from."""
-        if memory.digests is None:
+    def wrong(self, expected: Digests | None) -> list[int]:
+        """The chunks that differ from what they are to be, once nothing is queued any more."""
+        if expected is None:
             return []
         found: Digests = self._digests.cpu().numpy().view(np.uint64)
-        differ = found[: self._whole] != memory.digests[: self._whole]
-        wrong: list[int] = np.flatnonzero(differ).tolist()
-        if len(memory.digests) > self._whole:
-            tail = _bytes(memory)[self._whole * CHUNK : memory.nbytes]
-            if xxh3_64_intdigest(tail) != int(memory.digests[self._whole]):
-                wrong.append(self._whole)
+        if len(self._tail):
+            tail = np.array([xxh3_64_intdigest(self._tail.numpy().tobytes())], dtype=np.uint64)
+            found = np.concatenate([found, tail])
+        wrong: list[int] = np.flatnonzero(found != expected).tolist()
         return wrong
 
 
@@ -76,8 +83,10 @@ class _Way:
         self.device, self.geometry, self.selection = device, geometry, selection
         self.windows = selection.windows(WINDOW)
         self.upto = [max(block.end for block in blocks) for blocks in self.windows]
-        self.arrived = _Arrived(device, geometry.nbytes)
+        self.arrived = _Arrived(device, geometry.nbytes if selection.whole else 0)
+        self._touched = _touched(selection, geometry.chunks)
         self._copier = Copier()
+        weakref.finalize(self, self._copier.close)
 
     def bounds(self, window: int) -> tuple[int, int]:
         """Of a window, in the memory that keeps the selection."""
@@ -94,6 +103,10 @@ class _Way:
             begin, end = self.bounds(window)
             self.arrived.digest(lane, base + begin, begin, end)
 
+    def wrong(self, memory: Memory) -> list[int]:
+        """The chunks that were digested where they arrived, and are not what they are to be."""
+        return self.arrived.wrong(memory.digests) if self.selection.whole else []
+
     def require_right(self, memory: Memory, share: Share) -> None:
         """Compare the chunks of which parts are kept, before any is.
 
@@ -102,16 +115,18 @@ class _Way:
         """
         if self.selection.whole or memory.digests is None:
             return
-        flagged = np.zeros(self.geometry.chunks + 1, dtype=np.int64)
-        first = self.selection.begin // CHUNK
-        last = (self.selection.begin + self.selection.length - 1) // CHUNK
-        np.add.at(flagged, first, 1)
-        np.add.at(flagged, last + 1, -1)
-        chunks = np.flatnonzero(np.cumsum(flagged)[:-1])
-        mine: list[int] = chunks[chunks % share[1] == share[0]].tolist()
+        number, of = share
+        mine: list[int] = self._touched[self._touched % of == number].tolist()
         wrong = self._copier.verify(self.geometry, _bytes(memory), memory.digests, mine)
         if wrong:
             raise memory.wrong(wrong)
+
+
+def _touched(selection: Selection, chunks: int) -> Addresses:
+    """The chunks of which any byte is selected."""
+    begun = np.bincount(selection.begin // CHUNK, minlength=chunks + 1)
+    ended = np.bincount((selection.begin + selection.length - 1) // CHUNK + 1, minlength=chunks + 1)
+    return np.flatnonzero(np.cumsum(begun - ended))
 
 
 def _copy(lane: Lane, block: Block, base: int, source: int) -> None:
@@ -120,6 +135,19 @@ def _copy(lane: Lane, block: Block, base: int, source: int) -> None:
         lane.copy(into, out_of, block.width)
     else:
         lane.copy_rows(into, block.place_pitch, out_of, block.pitch, block.width, block.count)
+
+
+class _Queue:
+    """Windows that were queued: only so many at a time."""
+
+    def __init__(self) -> None:
+        self._marks: deque[Mark] = deque()
+
+    def add(self, mark: Mark) -> None:
+        """One more, which is done when the mark is. Waits for one of those before it."""
+        self._marks.append(mark)
+        if len(self._marks) > _QUEUED:
+            self._marks.popleft().wait()
 
 
 def _require_time(deadline: Deadline, done: int, of: int) -> None:
@@ -147,6 +175,7 @@ class Staging:
         self.attempt = 0
         self._lane, self._digesting = device.lane(), device.lane()
         self._there = [False] * len(self._way.windows)
+        device.current().wait()  # the memory may have been another tensor's, still in use there
 
     @property
     def device(self) -> Device:
@@ -160,6 +189,7 @@ class Staging:
         """Read a version while it is being written. False: not to its end."""
         self._begin(arriving.attempt)
         arriving.memory.page_lock(self.device)
+        queue = _Queue()
         try:
             for window, upto in enumerate(self._way.upto):
                 if self._there[window]:
@@ -170,10 +200,10 @@ class Staging:
                     time.sleep(_LOOK)
                 else:
                     return False
-                self._fetch(arriving.memory, window)
+                self._fetch(arriving.memory, window, queue)
             return True
         finally:
-            self._wait()
+            settle(self._lane, self._digesting)
 
     def _begin(self, attempt: int) -> None:
         self.version = None
@@ -181,16 +211,13 @@ class Staging:
             self._there = [False] * len(self._there)
         self.attempt = attempt
 
-    def _fetch(self, memory: Memory, window: int) -> None:
+    def _fetch(self, memory: Memory, window: int, queue: _Queue) -> None:
         base = self.buffer.data_ptr()
         self._way.copy(self._lane, memory, window, base)
         self._digesting.after(self._lane.mark())
         self._way.digest(self._digesting, window, base)
         self._there[window] = True
-
-    def _wait(self) -> None:
-        self._lane.wait()
-        self._digesting.wait()
+        queue.add(self._digesting.mark())
 
     def take(
         self, memory: Memory, version: Version, deadline: Deadline, share: Share = (0, 1)
@@ -205,25 +232,26 @@ class Staging:
         self._way.require_right(memory, share)
         ahead = any(self._there)
         self._read(memory, deadline)
-        wrong = self._way.arrived.wrong(memory) if self._way.selection.whole else []
+        wrong = self._way.wrong(memory)
         if wrong and ahead:
             for chunk in wrong:
                 self._there[chunk * CHUNK // WINDOW] = False
             self._read(memory, deadline)
-            wrong = self._way.arrived.wrong(memory)
+            wrong = self._way.wrong(memory)
         if wrong:
             self._begin(0)
             raise memory.wrong(wrong)
         self.version = version
 
     def _read(self, memory: Memory, deadline: Deadline) -> None:
+        queue = _Queue()
         try:
             for window, there in enumerate(self._there):
                 if not there:
                     _require_time(deadline, window, len(self._there))
-                    self._fetch(memory, window)
+                    self._fetch(memory, window, queue)
         finally:
-            self._wait()
+            settle(self._lane, self._digesting)
 
 
 class Through:
@@ -231,6 +259,9 @@ class Through:
 
     Args:
         into, offset, length: int64: addresses on the device, the layout's bytes that go there.
+
+    Raises:
+        NoRoomError: the device has too little room for a few windows.
     """
 
     def __init__(
@@ -243,10 +274,11 @@ class Through:
         length: Addresses,
     ) -> None:
         self._way = _Way(device, geometry, selection)
-        room = min(WINDOW, selection.nbytes)
-        self._buffers = [device.empty(room) for _ in range(_BUFFERS)]
+        room, count = min(WINDOW, selection.nbytes), min(_BUFFERS, len(self._way.windows))
+        self._buffers = [device.empty(room) for _ in range(count)]
         self._lane, self._work = device.lane(), device.lane()
         self._moves = self._moved(device, into, offset, length)
+        device.current().wait()  # the memory may have been another tensor's, still in use there
 
     def _moved(
         self, device: Device, into: Addresses, offset: Addresses, length: Addresses
@@ -280,25 +312,30 @@ class Through:
         memory.page_lock(device)
         way.require_right(memory, share)
         self._work.after(device.current().mark())
-        free = [self._work.mark()] * _BUFFERS
+        free = [self._work.mark()] * len(self._buffers)
+        queue = _Queue()
         try:
             for window, moves in enumerate(self._moves):
                 _require_time(deadline, window, len(self._moves))
-                address = self._buffers[window % _BUFFERS].data_ptr()
-                begin, _ = way.bounds(window)
-                self._lane.after(free[window % _BUFFERS])
-                way.copy(self._lane, memory, window, address - begin)
-                self._work.after(self._lane.mark())
-                if moves is not None:
-                    moves.run(self._work, address)
-                way.digest(self._work, window, address - begin)
-                free[window % _BUFFERS] = self._work.mark()
+                which = window % len(self._buffers)
+                self._lane.after(free[which])
+                self._pass(memory, window, moves, self._buffers[which].data_ptr())
+                free[which] = self._work.mark()
+                queue.add(free[which])
         finally:
-            self._lane.wait()
-            self._work.wait()
-        wrong = way.arrived.wrong(memory) if way.selection.whole else []
+            settle(self._lane, self._work)
+        wrong = way.wrong(memory)
         if wrong:
             raise memory.wrong(wrong)
+
+    def _pass(self, memory: Memory, window: int, moves: Moves | None, buffer: int) -> None:
+        base = buffer - self._way.bounds(window)[0]
+        self._way.copy(self._lane, memory, window, base)
+        self._work.after(self._lane.mark())
+        if moves is not None:
+            moves.run(self._work, buffer)
+        if memory.digests is not None:
+            self._way.digest(self._work, window, base)
 
 
 def merged(

@@ -7,10 +7,10 @@ import functools
 import torch
 
 from weightsync.device import driver
-from weightsync.device.device import Device, Lane, Mark, Moves, PageLock
+from weightsync.device.device import Device, Lane, Mark, Moves, PageLock, settle
 from weightsync.device.host import HostDevice
 
-__all__ = ["Device", "Lane", "Mark", "Moves", "PageLock", "device_of"]
+__all__ = ["Device", "Lane", "Mark", "Moves", "PageLock", "device_of", "settle"]
 
 
 def device_of(place: torch.device | torch.Tensor) -> Device | None:

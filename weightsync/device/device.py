@@ -125,6 +125,20 @@ class Device(ABC):
         """uint8[nbytes] over device memory that is not torch's. Does not keep it alive."""
 
 
+def settle(*lanes: Lane) -> None:
+    """Wait for lanes, an interrupt notwithstanding: the memory may be somebody else's next."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            for lane in lanes:
+                lane.wait()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 def split(
     into: Addresses, out_of: Addresses, length: Addresses, longest: int
 ) -> tuple[Addresses, Addresses, Addresses]:
