@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from weightsync.report import ReceiverReport
 from weightsync.source import Inventory, WeightSource
 from weightsync.tensors import Addresses, plain_address
 from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.gpu_targets import GPUTargets
 
 
 @dataclass(frozen=True)
@@ -182,9 +186,12 @@ class Targets:
         addresses: int64, for each tensor of the manifest where to put its bytes as they are; 0
             where there is no such place.
         others: those of ``tensors`` that have none.
+        on_gpus: those of ``others`` whose bytes can be written as they are, on GPUs.
+        rest: the others that are not on_gpus.
     """
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.manifest = manifest
         self.tensors = dict(tensors)
         self.others: dict[str, torch.Tensor] = {}
         at = {spec.name: number for number, spec in enumerate(manifest.tensors)}
@@ -196,6 +203,17 @@ class Targets:
                 self.addresses[at[spec.name]] = address
             else:  # cast, strided, on another device, or one more copy of a tied tensor
                 self.others[name] = tensor
+
+    @cached_property
+    def on_gpus(self) -> GPUTargets:
+        from weightsync.gpu_targets import GPUTargets  # it builds on this module
+
+        return GPUTargets(self.manifest, self.others)
+
+    @property
+    def rest(self) -> dict[str, torch.Tensor]:
+        done = self.on_gpus.names
+        return {name: tensor for name, tensor in self.others.items() if name not in done}
 
 
 class Memory(ABC):

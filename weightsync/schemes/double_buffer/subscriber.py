@@ -314,10 +314,14 @@ class DoubleBufferSnapshot(Snapshot):
         return SlotMemory(slot, self._generation, self._digests, self._attempt, self._where)
 
     def copy_into(self, targets: Targets) -> None:
-        slot = self._leased().bytes
-        wrong = self._copier.read(self._geometry, slot, targets.addresses, self._digests)
-        self._refuse(wrong)
-        for name, target in targets.others.items():
+        slot, rest = self._leased().bytes, targets.rest
+        if targets.addresses.any():
+            wrong = self._copier.read(self._geometry, slot, targets.addresses, self._digests)
+            self._refuse(wrong)
+        else:
+            self.verify(list(rest))
+        targets.on_gpus.write(self.memory())
+        for name, target in rest.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
 

@@ -233,7 +233,8 @@ class StagedSnapshot(Snapshot):
         self._require_open()
         slot = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
         self._copier.read(self._geometry, slot, targets.addresses, None)
-        for name, target in targets.others.items():
+        targets.on_gpus.write(self.memory())
+        for name, target in targets.rest.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
 
