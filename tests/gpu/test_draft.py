@@ -1,71 +1,37 @@
 """Draft models in a real vLLM on a GPU; vLLM 0.25 has none of its own updates for them."""
 
-import importlib.util
 import os
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 import weightsync as ws
+from tests.gpu.engines import MARKS, dense, greedy, make_llm, model, stop
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm"),
-]
-
-PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [42], [5] * 20]
-
-
-def config():
-    from tests.vllm.conftest import llama_config
-
-    return llama_config(
-        hidden_size=512, num_attention_heads=8, num_key_value_heads=4, torch_dtype="bfloat16"
-    )
-
-
-def model(seed):
-    from tests.vllm.conftest import make_model
-
-    return make_model(config(), seed).bfloat16()
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
 def llm(tmp_path_factory, request):
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
-
     folder = tmp_path_factory.mktemp("speculating")
     for name in ("model", "draft"):
-        config().save_pretrained(folder / name)
-    llm = LLM(
-        str(folder / "model"),
-        load_format="dummy",
-        skip_tokenizer_init=True,
+        dense().save_pretrained(folder / name)
+    llm = make_llm(
+        folder / "model",
         enforce_eager=request.param,
-        max_model_len=128,
-        gpu_memory_utilization=0.2,
         disable_log_stats=False,
         speculative_config={
             "method": "draft_model",
             "model": str(folder / "draft"),
             "num_speculative_tokens": 3,
         },
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
     )
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    stop(llm)
 
 
-def greedy(llm):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def said(llm):
+    return greedy(llm, count=24)
 
 
 def accepted(llm):
@@ -76,7 +42,7 @@ def accepted(llm):
 
 def share_of_accepted(llm):
     before = accepted(llm)
-    greedy(llm)
+    said(llm)
     right, drafted = (now - then for now, then in zip(accepted(llm), before, strict=True))
     return right / drafted
 
@@ -104,10 +70,10 @@ def test_a_draft_model_is_updated_by_name_and_left_alone_otherwise(llm, tmp_path
         send(first)
     with updating(llm, path, "model") as send:
         send(first)
-        tokens = greedy(llm)
+        tokens = said(llm)
         assert share_of_accepted(llm) > 0.8
         send(second)
-        assert greedy(llm) != tokens
+        assert said(llm) != tokens
         assert share_of_accepted(llm) < 0.5  # the draft says what it said
     with updating(llm, path, "draft") as send:
         send(second)
@@ -119,5 +85,5 @@ def test_a_draft_model_is_updated_by_name_and_left_alone_otherwise(llm, tmp_path
         assert share_of_accepted(llm) > 0.8
     with updating(llm, path, "model", "draft") as send:
         send(first)
-        assert greedy(llm) == tokens
+        assert said(llm) == tokens
         assert share_of_accepted(llm) > 0.8

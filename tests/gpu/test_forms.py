@@ -47,19 +47,26 @@ def sharp(config, seed):
 
 
 class Reference:
-    """An engine that takes weights by vLLM's own reload, from a checkpoint."""
+    """An engine that takes weights by vLLM's own reload, each from a checkpoint of its own."""
 
-    def __init__(self, folder, scratch):
+    def __init__(self, scratch):
         from vllm import LLM
 
-        self.llm = LLM(**arguments(folder))
-        self._scratch = scratch
-        self._loaded = None
+        self._scratch, self._saved = scratch, 0
+        self._loaded = sharp(CONFIG, 0)
+        # A dummy engine reloads nothing.
+        self.llm = LLM(**arguments(self._save(self._loaded), load_format="safetensors"))
+
+    def _save(self, model):
+        self._saved += 1
+        folder = self._scratch / str(self._saved)
+        model.save_pretrained(folder)
+        return folder
 
     def tokens(self, model, prompts, count):
         if self._loaded is not model:
-            model.save_pretrained(self._scratch)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._scratch)})
+            path = str(self._save(model))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             self._loaded = model
         self.llm.reset_prefix_cache()
         return tokens_of(self.llm, prompts, count)
@@ -89,8 +96,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(folder, tmp_path_factory):
-    made = Reference(folder, tmp_path_factory.mktemp("reference"))
+def from_checkpoint(tmp_path_factory):
+    """A model, and the tokens of an engine that was started from its checkpoint."""
+    from vllm import LLM
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = sharp(CONFIG, 200)
+    model.save_pretrained(folder)
+    fresh = LLM(**arguments(folder, load_format="safetensors"))
+    try:
+        return model, tokens_of(fresh, PROMPTS, 20)
+    finally:
+        stop(fresh)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    made = Reference(tmp_path_factory.mktemp("reference"))
     yield made
     stop(made.llm)
 
@@ -133,19 +155,13 @@ class TestLLM(EngineSuite):
         yield form
         stop(llm)
 
-    def test_tokens_are_those_of_an_engine_started_from_the_checkpoint(self, form, run, tmp_path):
-        from vllm import LLM
-
+    def test_tokens_are_those_of_an_engine_started_from_the_checkpoint(
+        self, from_checkpoint, form, run
+    ):
+        model, tokens = from_checkpoint
         run.receive()
-        model = form.model(200)
         run.send(model)
-        tokens = form.greedy(PROMPTS, 20)
-        model.save_pretrained(tmp_path)
-        fresh = LLM(**arguments(tmp_path, load_format="safetensors"))
-        try:
-            assert tokens_of(fresh, PROMPTS, 20) == tokens
-        finally:
-            stop(fresh)
+        assert form.greedy(PROMPTS, 20) == tokens
 
     def test_what_it_holds_is_verified(self, form, run):
         receiver = run.receive()

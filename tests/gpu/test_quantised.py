@@ -4,30 +4,16 @@ What the engine says after each update is what an engine says that has loaded th
 from a checkpoint.
 """
 
-import importlib.util
 import os
 
 import pytest
 import torch
 
 import weightsync as ws
+from tests.gpu.engines import MARKS, dense, greedy, make_llm, stop
+from tests.vllm.conftest import make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm"),
-]
-
-PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [42], [5] * 20]
-
-
-def dense():
-    from tests.vllm.conftest import llama_config
-
-    return llama_config(
-        hidden_size=512, num_attention_heads=8, num_key_value_heads=4, torch_dtype="bfloat16"
-    )
+pytestmark = MARKS
 
 
 def experts():
@@ -52,8 +38,6 @@ def experts():
 
 def saved(config, seed, folder):
     """A model of a seed; of greater seeds with greater weights, so that old scales do not do."""
-    from tests.vllm.conftest import make_model
-
     model = make_model(config, seed).bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,62 +47,43 @@ def saved(config, seed, folder):
     return model
 
 
-def make_llm(folder, load_format, eager):
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
-
-    return LLM(
-        str(folder),
-        load_format=load_format,
-        quantization="fp8",
-        skip_tokenizer_init=True,
-        enforce_eager=eager,
-        max_model_len=128,
-        gpu_memory_utilization=0.2,
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
-    )
-
-
-def stop(llm):
-    llm.llm_engine.engine_core.shutdown()
-
-
-def greedy(llm):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("config", [dense, experts], ids=["dense", "experts"])
-def test_successive_updates_are_those_of_freshly_loaded_engines(config, eager, tmp_path):
-    models = {seed: saved(config(), seed, tmp_path / str(seed)) for seed in (1, 2, 3)}
-    wanted = {}
-    for seed in (2, 3):
-        fresh = make_llm(tmp_path / str(seed), "safetensors", eager)
-        try:
-            wanted[seed] = greedy(fresh)
-        finally:
-            stop(fresh)
-    assert wanted[2] != wanted[3]
-    llm = make_llm(tmp_path / "1", "safetensors", eager)
+@pytest.fixture(
+    scope="module",
+    params=[(dense, True), (dense, False), (experts, False)],
+    ids=["dense, eager", "dense, graphs", "experts, graphs"],
+)
+def engine(request, tmp_path_factory):
+    """An engine, weights for it, and what one says that was started from the last of these."""
+    config, eager = request.param
+    folder = tmp_path_factory.mktemp("quantised")
+    models = {seed: saved(config(), seed, folder / str(seed)) for seed in (1, 2, 3)}
+    fresh = make_llm(folder / "3", "safetensors", quantization="fp8", enforce_eager=eager)
     try:
-        scheme = ws.DoubleBufferScheme(f"/dev/shm/weightsync-test-{os.getpid()}-{tmp_path.name}")
-        with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
-            sender.connect()
-            sender.attach(receiver)
-            for number, seed in enumerate((2, 3, 2), 1):
-                sender.update_weights(models[seed], version=number)
-                assert greedy(llm) == wanted[seed], f"update {number}"
-                found = receiver.verify_weights()
-                assert found.ok, found
-            lacking = dict(models[3].state_dict())
-            del lacking["model.norm.weight"]
-            with pytest.raises(ws.ReceiverError, match=r"model\.norm lacks weight"):
-                sender.update_weights(lacking, version=4)
-            assert greedy(llm) == wanted[2]
-            assert receiver.verify_weights().ok
+        wanted = greedy(fresh)
     finally:
-        stop(llm)
+        stop(fresh)
+    llm = make_llm(folder / "1", "safetensors", quantization="fp8", enforce_eager=eager)
+    yield llm, models, wanted
+    stop(llm)
+
+
+def test_successive_updates_are_those_of_a_freshly_loaded_engine(engine, tmp_path):
+    llm, models, wanted = engine
+    scheme = ws.DoubleBufferScheme(f"/dev/shm/weightsync-test-{os.getpid()}-{tmp_path.name}")
+    with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+        sender.connect()
+        sender.attach(receiver)
+        said = []
+        for number, seed in enumerate((2, 3, 2), 1):
+            sender.update_weights(models[seed], version=number)
+            said.append(greedy(llm))
+            found = receiver.verify_weights()
+            assert found.ok, f"update {number}: {found}"
+        assert said[1] == wanted
+        assert said[0] == said[2] != wanted
+        lacking = dict(models[3].state_dict())
+        del lacking["model.norm.weight"]
+        with pytest.raises(ws.ReceiverError, match=r"model\.norm lacks weight"):
+            sender.update_weights(lacking, version=4)
+        assert greedy(llm) == said[2]
+        assert receiver.verify_weights().ok

@@ -1,69 +1,19 @@
 """Sleep on a real vLLM on a GPU: levels 1 and 2, woken whole and in parts, between updates."""
 
-import importlib.util
 import os
 
 import pytest
-import torch
 
 import weightsync as ws
+from tests.gpu.engines import MARKS, dense, greedy, make_llm, model, stop
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm"),
-]
-
-PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [42], [5] * 20]
-
-
-def config():
-    from tests.vllm.conftest import llama_config
-
-    return llama_config(
-        hidden_size=512, num_attention_heads=8, num_key_value_heads=4, torch_dtype="bfloat16"
-    )
-
-
-def model(seed):
-    from tests.vllm.conftest import make_model
-
-    return make_model(config(), seed).bfloat16()
-
-
-def make_llm(folder, load_format="dummy", **options):
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
-
-    return LLM(
-        str(folder),
-        load_format=load_format,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        gpu_memory_utilization=0.15,
-        weight_transfer_config=WeightTransferConfig(backend="weightsync"),
-        **options,
-    )
-
-
-def stop(llm):
-    llm.llm_engine.engine_core.shutdown()
-
-
-def greedy(llm):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sleeper")
-    config().save_pretrained(folder)
+    dense().save_pretrained(folder)
     llm = make_llm(folder, enable_sleep_mode=True)
     yield llm
     stop(llm)
@@ -167,17 +117,21 @@ def test_nothing_is_compared_while_the_weights_sleep(llm, scheme):
         assert receiver.verify_weights().ok
 
 
-def test_tokens_after_sleep_are_those_of_a_freshly_loaded_engine(llm, scheme, tmp_path):
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """An engine that vLLM started from a checkpoint."""
+    folder = tmp_path_factory.mktemp("fresh")
+    model(10).save_pretrained(folder)
+    llm = make_llm(folder, "safetensors")
+    yield llm
+    stop(llm)
+
+
+def test_tokens_after_sleep_are_those_of_a_freshly_loaded_engine(llm, scheme, fresh):
     sender, receiver = ends(scheme, llm)
     with sender, receiver:
         sender.update_weights(model(9), version=1)
         llm.sleep(level=2)
         sender.update_weights(model(10), version=2)
         llm.wake_up(tags=["kv_cache"])
-        tokens = greedy(llm)
-    model(10).save_pretrained(tmp_path)
-    fresh = make_llm(tmp_path, "safetensors")
-    try:
-        assert greedy(fresh) == tokens
-    finally:
-        stop(fresh)
+        assert greedy(llm) == greedy(fresh)
