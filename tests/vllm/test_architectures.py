@@ -251,17 +251,12 @@ def test_latent_attention(tmp_path, path, monkeypatch):
             assert llm.apply_model(digests) == [wanted]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3_vl"])
-def test_n1_a_wrapper_model(name, tmp_path, path):
-    """N1: vLLM knows the names that are sent, and not those that the model has at run time."""
-    pytest.importorskip(
-        "torchvision", reason="vLLM needs it for models that see", exc_type=Exception
-    )
+def seeing(name):
+    """The configuration of a model that sees."""
     import transformers as t
 
     special = {"image_token_id": 99, "vision_start_token_id": 97, "vision_end_token_id": 96}
-    config = {
+    configs = {
         "llava": lambda: t.LlavaConfig(
             text_config=t.LlamaConfig(**TEXT, **HEADS),
             vision_config=t.CLIPVisionConfig(**VISION, projection_dim=32),
@@ -290,6 +285,16 @@ def test_n1_a_wrapper_model(name, tmp_path, path):
             eoi_token_index=97,
             dtype="float32",
         ),
-    }[name]()
+    }
+    return configs[name]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3_vl"])
+def test_n1_a_wrapper_model(name, tmp_path, path):
+    """N1: vLLM knows the names that are sent, and not those that the model has at run time."""
+    pytest.importorskip(
+        "torchvision", reason="vLLM needs it for models that see", exc_type=Exception
+    )
     kinds = ("image", "video") if name == "qwen2_5_vl" else ("image",)
-    follows(config, tmp_path, path, limit_mm_per_prompt=dict.fromkeys(kinds, 0))
+    follows(seeing(name), tmp_path, path, limit_mm_per_prompt=dict.fromkeys(kinds, 0))

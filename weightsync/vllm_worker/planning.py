@@ -7,6 +7,7 @@ makes of it, bit for bit, and nothing else hangs on its weights. When in doubt i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from weightsync.vllm_worker import compat
 from weightsync.vllm_worker.belongings import is_method, numbers, walk
 from weightsync.vllm_worker.dry_reload import (
     DryReload,
+    Tensors,
     is_hidden,
     own_tensors,
     registered,
@@ -42,8 +44,11 @@ from weightsync.vllm_worker.tracing import (
 _MANY = 65536
 """Runs, above which they are not sorted to see whether they overlap."""
 
-_CONSTANTS = ("q_range", "k_range", "v_range", "_k_scale_cpu", "_v_scale_cpu")
-"""What hangs on every attention layer; of weights only if scales are loaded, which is looked for."""
+_CONSTANTS = (
+    *("q_range", "k_range", "v_range", "_k_scale_cpu", "_v_scale_cpu"),
+    *("_q_scale", "_k_scale", "_v_scale", "_prob_scale"),
+)
+"""What every attention layer holds; made of weights only if it is loaded with scales itself."""
 
 _NAMES = 4
 """Tensors that are named of a layer that falls back."""
@@ -99,7 +104,7 @@ class Planner(DryReload):
             for layer in self.names
         }
         self._numbers = {layer: numbers(layer, self.names) for layer in self.names}
-        self._registered = set[int]().union(*self._memory.values())
+        self._holders = Counter(place for each in self._memory.values() for place in each)
         self._sources = Sources()
         self._direct = Copies(self._sources, ())
         self._streamed: list[str] = []
@@ -212,7 +217,7 @@ class Planner(DryReload):
             if layer in self._loaded or is_method(layer):  # those are looked at with their layers
                 continue
             filled = any(
-                self._sources.names(each) and storage_of(each) not in self._registered
+                self._sources.names(each) and storage_of(each) not in self._holders
                 for each in self.hung_on(layer).values()
             )
             if filled or self._hanging(layer) != former:
@@ -237,7 +242,7 @@ class Planner(DryReload):
         try:
             if info.load_numel:
                 raise _FallsBack("loaded as attention layers are")
-            self._require_nothing_to_derive(layer)
+            self._require_nothing_to_derive(layer, registered(layer))
         except _FallsBack as why:
             for each in {layer, *layer.modules(), *_part_around(self.model, self.names[layer])}:
                 self._suspects[each] = f"{self.names[layer]}: {why}"
@@ -350,19 +355,24 @@ class Planner(DryReload):
             different = {path for path, _ in counted.items() ^ self._numbers[layer].items()}
             raise _FallsBack(f"numbers are derived from it: {_listed(sorted(different))}")
 
-    def _require_nothing_to_derive(self, layer: nn.Module) -> None:
+    def _require_nothing_to_derive(self, layer: nn.Module, own: Tensors | None = None) -> None:
         """For a layer that was processed while it held the live weights.
 
+        Args:
+            own: those of its parameters and buffers that it may have derived.
+
         Raises:
-            _FallsBack: it may be derived from weights what hangs on it.
+            _FallsBack: it may have derived from weights what it holds, unless that is a view of
+                what another layer is loaded with.
         """
         self._require_nothing_derived(layer)
+        mine = self._memory[layer]
         derived = [
             path
-            for path, each in self.hung_on(layer).items()
+            for path, each in {**self.hung_on(layer), **(own or {})}.items()
             if each.is_floating_point()
             and path not in _CONSTANTS
-            and storage_of(each) not in self._registered
+            and self._holders[storage_of(each)] <= (storage_of(each) in mine)
         ]
         if derived:
             raise _FallsBack(f"tensors may be derived: {_listed(derived)}")
