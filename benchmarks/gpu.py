@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --json gpu.json              # 1B, 7B and a MoE; about eight minutes
     python benchmarks/gpu.py --shapes 7b --soak 50        # every update compared with the reload
+    python benchmarks/gpu.py --show gpu.json              # its table again
     python benchmarks/gpu.py --draw gpu.json docs/images/gpu.png
 
 Needs an NVIDIA GPU and an environment with vLLM, torch for CUDA and this package. The trainer is a
@@ -18,77 +19,113 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 HERE = Path(__file__).parent
 
+Row = dict[str, Any]
+
+PLAN, STAGED, IPC = "double buffer, plan", "double buffer, staged", "CUDA IPC, plan"
+
 COLUMNS = ("publish", "apply", "written", "pause", "end to end")
 
 
-def rows_of(lines: list[str]) -> list[dict[str, object]]:
-    return [json.loads(line) for line in lines if line.startswith('{"shape"')]
+@dataclass(frozen=True)
+class Rows:
+    """What was measured, in a file as well, if one is named: also of a run that is cut off."""
+
+    file: str | None
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        if self.file:
+            device = next((row["device"] for row in self.rows if "device" in row), "")
+            about = {"date": str(date.today()), "device": device, "rows": self.rows}
+            Path(self.file).write_text(json.dumps(about, indent=1))
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+def measure(options: argparse.Namespace) -> list[Row]:
     """Run each shape and backend in a process of its own."""
-    rows: list[dict[str, object]] = []
+    rows = Rows(options.json)
     ends = time.monotonic() + options.seconds
     for shape in options.shapes.split(","):
         for backend in options.backends.split(","):
             left = min(ends - time.monotonic(), options.limit)
-            if left < 30:
-                rows.append({"shape": shape, "path": backend, "error": "no time was left for it"})
-                continue
-            command = [sys.executable, str(HERE / "gpu_paths.py"), shape, backend]
-            command += ["--rounds", str(options.rounds), "--soak", str(options.soak)]
-            environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-            if find_spec("ray") is None:
-                path = [os.environ.get("PYTHONPATH", ""), str(HERE / "stubs")]
-                environment["PYTHONPATH"] = os.pathsep.join(path)
-            words = ""
-            with subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=sys.stderr,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            ) as process:
-                try:
-                    out, _ = process.communicate(timeout=left)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, 9)
-                    out, _ = process.communicate()
-                    words = f"not done within {left:.0f} s"
-            found = rows_of(out.splitlines())
-            if process.returncode and not words:
-                words = f"ended with {process.returncode}: {out[-300:]}"
+            words = "no time was left for it"
+            if left >= 30:
+                arguments = [shape, backend, "--rounds", str(options.rounds)]
+                words = run([*arguments, "--soak", str(options.soak)], left, rows)
             if words:
-                found.append({"shape": shape, "path": backend, "error": words})
-            rows += found
-            for row in found:
-                print(json.dumps(row), flush=True)
-            if options.json:
-                device = next((row["device"] for row in rows if "device" in row), "")
-                about = {"date": str(date.today()), "device": device, "rows": rows}
-                Path(options.json).write_text(json.dumps(about, indent=1))
-    return rows
+                rows.add({"shape": shape, "path": backend, "error": words})
+    return rows.rows
+
+
+def run(arguments: list[str], limit: float, rows: Rows) -> str:
+    """Have its rows taken as they come.
+
+    Returns:
+        Why it did not end as it should, or nothing.
+    """
+    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    if find_spec("ray") is None:
+        path = [os.environ.get("PYTHONPATH", ""), str(HERE / "stubs")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    other: deque[str] = deque(maxlen=20)
+    late = threading.Event()
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "gpu_paths.py"), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+
+        def stop() -> None:
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(limit, stop)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith('{"shape"'):
+                    rows.add(json.loads(line))
+                else:
+                    other.append(line)
+            process.wait()
+        finally:
+            timer.cancel()
+            with suppress(ProcessLookupError):  # what it started ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+    if late.is_set():
+        return f"not done within {limit:.0f} s"
+    return f"ended with {process.returncode}: {''.join(other)[-300:]}" if process.returncode else ""
 
 
 def median(values: object) -> float | None:
     return statistics.median(values) if isinstance(values, list) and values else None
 
 
-def show(rows: list[dict[str, object]]) -> None:
+def show(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -114,6 +151,50 @@ def show(rows: list[dict[str, object]]) -> None:
         shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
         table.add_row(str(row["shape"]), str(row["path"]), *shown, speed, share, *memory)
     Console(width=140).print(table)
+
+
+def judge(rows: list[Row]) -> Iterator[str]:
+    """What is wanted of the fast path, and whether it was reached, a line each."""
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        of = {row["path"]: row for row in rows if row["shape"] == shape and "error" not in row}
+
+        def time(path: str, column: str, of: dict[str, Row] = of) -> float | None:
+            return median(of.get(path, {}).get(column))
+
+        host, device, flat = (
+            time(f"limit: one copy {way}", "apply") for way in ("to host", "to device", "on device")
+        )
+        bus = max(host, device) if host and device else None
+        times = 2.0 if shape == "moe" else 1.25
+        theirs = [time(f"vLLM's ipc engine{way}", "end to end") for way in ("", ", packed")]
+        pause = None if flat is None else times * flat + 5
+        for what, value, to, low, high in (
+            ("trainer to slot, of the bus", host, time(PLAN, "publish"), 0.95, None),
+            ("slot to engine, of the bus", device, time(PLAN, "written"), 0.95, None),
+            (
+                "end to end, staged, of a copy over the bus",
+                time(STAGED, "end to end"),
+                bus,
+                0,
+                1.25,
+            ),
+            ("apply by plan, of a flat copy", time(IPC, "written"), flat, 0, times),
+            ("pause, staged, of what it may be", time(STAGED, "pause"), pause, 0, 1.0),
+            (
+                "CUDA IPC, times as fast as vLLM's ipc",
+                min(filter(None, theirs), default=None),
+                time(IPC, "end to end"),
+                10.0,
+                None,
+            ),
+        ):
+            if not value or not to:
+                yield f"{shape}: {what}: not measured"
+                continue
+            ratio = value / to
+            wanted = f"at least {low}" if high is None else f"at most {high}"
+            reached = ratio >= low and (high is None or ratio <= high)
+            yield f"{shape}: {what}: {ratio:.2f} ({wanted}: {'yes' if reached else 'NO'})"
 
 
 def draw(source: str, target: str) -> None:
@@ -158,12 +239,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="for all of it")
     parser.add_argument("--limit", type=float, default=300.0, help="for one shape and backend")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--show", metavar="JSON", help="the table of a run before")
     parser.add_argument("--draw", nargs=2, metavar=("JSON", "IMAGE"))
     options = parser.parse_args()
     if options.draw:
         draw(*options.draw)
+        return
+    if options.show:
+        rows = json.loads(Path(options.show).read_text())["rows"]
     else:
-        show(measure(options))
+        rows = measure(options)
+    show(rows)
+    print(*judge(rows), sep="\n")
 
 
 if __name__ == "__main__":

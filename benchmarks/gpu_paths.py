@@ -30,7 +30,14 @@ import weightsync as ws
 PIECE = 2 << 30
 """Bytes of a copy over the bus that the others are compared with."""
 
+PATIENCE = 120
+"""Seconds for an answer of the trainer's."""
+
 Row = dict[str, Any]
+
+
+class TrainerError(Exception):
+    """Something failed in the trainer's process; has its words."""
 
 
 # ---------------------------------------------------------------- the trainer, in its own process
@@ -152,7 +159,11 @@ def train(pipe: Connection, shape: str) -> None:
         name, arguments = request
         if name == "packed":
             arguments = (pipe,)
-        pipe.send(getattr(trainer, name)(*arguments))
+        try:
+            answer = getattr(trainer, name)(*arguments)
+        except Exception as error:
+            answer = TrainerError(f"{type(error).__name__}: {error!s:.300}")
+        pipe.send(answer)
         torch.cuda.empty_cache()
 
 
@@ -280,12 +291,25 @@ class Bench:
         self.pipe, other = context.Pipe()
         self.trainer = context.Process(target=train, args=(other, shape), daemon=True)
         self.trainer.start()
-        self.pipe.recv()
+        other.close()  # so that its end is heard
+        self.heard()
         self.nbytes = self.ask("nbytes")
 
     def ask(self, name: str, *arguments: Any) -> Any:
         self.pipe.send((name, arguments))
-        return self.pipe.recv()
+        return self.heard()
+
+    def heard(self) -> Any:
+        """
+        Raises:
+            TrainerError: what was asked for failed, or takes too long.
+        """
+        if not self.pipe.poll(PATIENCE):
+            raise TrainerError(f"the trainer did not answer within {PATIENCE} s")
+        answer = self.pipe.recv()
+        if isinstance(answer, TrainerError):
+            raise answer
+        return answer
 
     def say(self, path: str, limit: float | None = None, **row: Any) -> None:
         """
@@ -341,16 +365,23 @@ class Bench:
             if soak:
                 self.soak(path, receiver, soak)
         finally:
+            memory.row()
             receiver.shutdown()
             self.ask("shutdown")
 
     def _update(self, receiver: ws.Receiver, number: int) -> tuple[Any, tuple[float, float], float]:
         self.pipe.send(("publish", (number,)))
         report = None
-        while report is None:
-            report = receiver.poll_and_apply(timeout=60)
+        until = time.monotonic() + PATIENCE
+        while report is None and time.monotonic() < until and not self.pipe.poll():
+            report = receiver.poll_and_apply(timeout=1)
+        if report is None:  # published a moment ago, or failed
+            report = receiver.poll_and_apply(timeout=1)
         ended = time.monotonic()
-        return report, self.pipe.recv(), ended
+        published = self.heard()
+        if report is None:
+            raise TrainerError("it was published, and the receiver saw nothing")
+        return report, published, ended
 
     def soak(self, path: str, receiver: ws.Receiver, updates: int) -> None:
         """Updates with requests running, each compared with a dry run of vLLM's own reload."""
@@ -392,10 +423,10 @@ class Bench:
             if packed:
                 self.pipe.send(("packed", ()))
                 self.llm.start_weight_update()
-                while (info := self.pipe.recv()) is not None:
+                while (info := self.heard()) is not None:
                     self.llm.update_weights({"update_info": info})
                     self.pipe.send("taken")
-                began = self.pipe.recv()
+                began = self.heard()
             else:
                 names, dtypes, shapes, handles, began = self.ask("handles")
                 info = {
