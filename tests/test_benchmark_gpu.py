@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("gpu")
-    for name in ("gpu", "gpu_shapes"):
+    for name in ("gpu", "gpu_paths", "gpu_shapes"):
         sys.modules.pop(name, None)
 
 
@@ -133,6 +134,45 @@ def test_the_experts_shape_has_1600_tensors(gpu):
     assert sum(torch.Size(size).numel() for size in found.values()) * 2 == pytest.approx(
         5.4e9, rel=0.05
     )
+
+
+@pytest.fixture
+def bench(gpu):
+    """The engine's side without an engine, and the trainer's end of its pipe."""
+    paths = importlib.import_module("gpu_paths")
+    bench = object.__new__(paths.Bench)
+    bench.pipe, trainer = multiprocessing.Pipe()
+    return paths, bench, trainer
+
+
+class Polled:
+    def __init__(self, *reports):
+        self._reports = list(reports)
+
+    def poll_and_apply(self, timeout):
+        return self._reports.pop(0) if self._reports else None
+
+
+def test_an_update_ends_with_both_sides_answers(bench):
+    _, bench, trainer = bench
+    trainer.send((1.0, 2.0))  # published before the receiver looked
+    report, published, _ = bench._update(Polled("report"), 1)
+    assert (report, published) == ("report", (1.0, 2.0))
+    assert trainer.recv() == ("publish", (1,))
+
+
+def test_a_trainer_that_fails_ends_the_round_with_its_words(bench):
+    paths, bench, trainer = bench
+    trainer.send(paths.TrainerError("NoRoomError: too little"))
+    with pytest.raises(paths.TrainerError, match="too little"):
+        bench._update(Polled(), 1)
+
+
+def test_a_version_that_the_receiver_does_not_see_is_no_update(bench):
+    paths, bench, trainer = bench
+    trainer.send((1.0, 2.0))
+    with pytest.raises(paths.TrainerError, match="saw nothing"):
+        bench._update(Polled(), 1)
 
 
 def test_a_run_is_drawn(gpu, tmp_path):
