@@ -21,6 +21,7 @@ WITH_VLLM = {
     ("docs/getting-started.md", "adapter, trainer"),
     ("docs/getting-started.md", "adapter, engine"),
     ("docs/engines.md", "AsyncLLM"),
+    ("docs/gpu.md", "staged"),  # tests/vllm/test_plan_updates.py
     ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
 }
 

@@ -10,7 +10,7 @@ import torch
 
 import weightsync as ws
 from tests.conftest import assert_all_same
-from tests.gpu.test_sleep import config, greedy, make_llm, model, stop
+from tests.gpu.engines import dense, greedy, make_llm, model, stop
 from weightsync.deadline import Deadline
 from weightsync.device import driver
 from weightsync.schemes.cuda_ipc.handles import CUDAExchange
@@ -315,7 +315,7 @@ def llm(tmp_path_factory):
         pytest.skip("needs vllm")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     folder = tmp_path_factory.mktemp("colocated")
-    config().save_pretrained(folder)
+    dense().save_pretrained(folder)
     llm = make_llm(folder)
     yield llm
     stop(llm)

@@ -4,7 +4,6 @@ Right is what vLLM's own reload would make of the same weights: ``verify_weights
 reload and compares every tensor, bit for bit.
 """
 
-import os
 import threading
 
 import pytest
@@ -95,7 +94,7 @@ def staged(ends):
 
 
 def test_fifty_updates_are_what_the_reload_makes_of_the_same_weights(ends):
-    llm, config, sender, receiver = ends
+    _, config, sender, receiver = ends
     model, notes, seen = sharp(config, 1).cuda(), set(), []
     for number in range(1, 51):
         with torch.no_grad():
@@ -146,10 +145,13 @@ def test_a_slot_that_was_changed_is_refused_and_the_former_version_stays(ends, s
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
+    refused = ""
     try:
         receiver.poll_and_apply(timeout=10)
     except ws.WeightSyncError as error:
-        assert "digest" in str(error)
+        refused = str(error)
+    if refused:
+        assert "digest" in refused
         assert greedy(llm, PROMPTS, 20) == tokens
         assert receiver.version.number == 2
     else:  # read ahead, and right, before it was changed
@@ -158,7 +160,7 @@ def test_a_slot_that_was_changed_is_refused_and_the_former_version_stays(ends, s
 
 
 def test_an_update_while_another_thread_polls(ends):
-    llm, config, sender, receiver = ends
+    _, config, sender, receiver = ends
     model = sharp(config, 3).cuda()
     done = threading.Event()
 

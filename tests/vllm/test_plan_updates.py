@@ -1,16 +1,14 @@
 """Updates by copy plan into a real vLLM ``LLM`` on the CPU.
 
 Its linear layers are repacked there, so they go by vLLM's reload, and the others by plan, in one
-session; some tests switch the repacking off, so that nothing needs the reload.
+session. Models of which nothing needs the reload: ``test_copy_plan.py``, and on a GPU.
 """
 
-import os
-
 import pytest
-import torch
 
 import weightsync as ws
-from tests.vllm.conftest import PROMPTS, expected, greedy, llama_config, make_llm, make_model, stop
+from tests.docs import run
+from tests.vllm.conftest import expected, greedy, llama_config, make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -36,3 +34,59 @@ def test_layers_that_vllm_repacks_are_reloaded_and_the_others_written_in_place(l
         assert "hides its weights" in note
         assert greedy(llama) == expected(model)
         assert receiver.verify_weights().ok
+
+
+def test_staged_as_documented(llama, path):
+    model = make_model(llama_config(), seed=3)
+    with ws.DoubleBufferScheme(path).create_sender(model) as sender:
+        sender.connect()
+        sender.update_weights(version=1)
+        names = run("docs/gpu.md", "staged", path, llm=llama)
+        with names["receiver"]:
+            assert names["report"].version.number == 1
+            assert greedy(llama) == expected(model)
+
+
+def test_an_option_that_there_is_not_is_refused(llama, path):
+    scheme = ws.DoubleBufferScheme(path)
+    with pytest.raises(ws.EngineError, match="'auto', 'plan' or 'reload'"):
+        scheme.create_receiver(llama, apply="fast")
+    with pytest.raises(ws.EngineError, match="needs a plan"):
+        scheme.create_receiver(llama, apply="reload", stage=True)
+
+
+def test_a_version_that_fails_half_way_is_undone(llama, ends):
+    """The slot's bytes are changed after they were sent: refused, and the former version stays."""
+    sender, receiver = ends
+    first, second = make_model(llama_config(), seed=1), make_model(llama_config(), seed=2)
+    for number, model in enumerate((first, second, first), start=1):
+        sender.update_weights(model, version=number)
+        receiver.poll_and_apply()
+    tokens = greedy(llama)
+    sender.update_weights(second, version=4)
+    status = sender.scheme.inspect()
+    found = next(slot for slot in status.slots if slot.version == status.version)
+    file = f"{sender.scheme.path}/{found.generation}/slot{found.slot}.bin"
+    damage(file)
+    refused = ""
+    try:
+        receiver.poll_and_apply()
+    except ws.WeightSyncError as error:
+        refused = str(error)
+    if refused:
+        assert "digest" in refused
+        assert greedy(llama) == tokens == expected(first)
+        assert receiver.version.number == 3
+    else:  # what was read ahead of the damage is right
+        assert greedy(llama) == expected(second)
+    sender.update_weights(second, version=5)
+    receiver.poll_and_apply()
+    assert greedy(llama) == expected(second)
+
+
+def damage(path):
+    with open(path, "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
