@@ -36,8 +36,8 @@ NBYTES = WINDOWS * CHUNK
 class Engine:
     """The half of an engine's worker that brings versions into its memory, read ahead or not."""
 
-    def __init__(self, scheme, copied=()):
-        self.subscriber, self.copied = scheme.create_subscriber(), copied
+    def __init__(self, scheme, place="cpu"):
+        self.subscriber, self._place = scheme.create_subscriber(), torch.device(place)
         self.subscriber.open(Deadline(WAIT))
         self.ahead = None
 
@@ -61,7 +61,7 @@ class Engine:
     def _prepare(self, manifest):
         geometry = Geometry(manifest)
         everything = Selection.everything(geometry.nbytes)
-        staging = Staging(device_of(torch.device("cpu")), geometry, everything)
+        staging = Staging(device_of(self._place), geometry, everything)
         self.ahead = ReadAhead(self.subscriber, staging, manifest.fingerprint)
 
     def close(self):
