@@ -5,9 +5,9 @@ linear layers and experts, which a plan leaves to the reload; most tests switch 
 layers are as plain as on a GPU.
 """
 
-import ctypes
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed
@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.vllm.conftest import llama_config, mixtral_config
 from tests.vllm.test_architectures import CONFIGS, DEEPSEEK, TEXT, config_of, make, seeing
+from weightsync.device import device_of
 from weightsync.errors import EngineError
 from weightsync.source import as_source
 
@@ -32,11 +33,12 @@ def parallel():
     from vllm import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
+    with set_current_vllm_config(VllmConfig()):
         store = f"file:///dev/shm/weightsync-test-{os.getpid()}-groups"
-        distributed.init_distributed_environment(1, 0, store, 0, "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_distributed_environment(1, 0, store, 0, backend)
         distributed.initialize_model_parallel(1, 1)
-        yield patch
+        yield
         distributed.destroy_model_parallel()
         distributed.destroy_distributed_environment()
 
@@ -70,12 +72,15 @@ class Loaded:
         ).create_engine_config()
         self.config = self.vllm_config.model_config
         self.context = lambda: set_current_vllm_config(self.vllm_config)
+        place = torch.device(self.vllm_config.device_config.device)
         with self.context(), set_default_torch_dtype(getattr(torch, dtype)):
-            self.model = utils.initialize_model(vllm_config=self.vllm_config)
+            with place:
+                self.model = utils.initialize_model(vllm_config=self.vllm_config)
             for parameter in self.model.parameters():
                 parameter.data.zero_()
             prepare(self.model)
-            utils.process_weights_after_loading(self.model, self.config, torch.device("cpu"))
+            utils.process_weights_after_loading(self.model, self.config, place)
+        self.device = device_of(next(self.model.parameters()).device)
         self.reload(weights)
 
     def stream(self, weights):
@@ -106,15 +111,18 @@ class Loaded:
         manifest, by_name = source.manifest(), dict(source.tensors())
         if plan.reloaded:
             self.reload(weights, only=set(plan.reloaded))
-        tensors = [by_name[spec.name].contiguous() for spec in manifest.tensors]
-        for tensor, offset, into, length in zip(
-            plan.tensor, plan.offset, plan.into, plan.length, strict=True
-        ):
-            assert 0 <= offset <= offset + length <= tensors[tensor].nbytes
-            ctypes.memmove(int(into), tensors[tensor].data_ptr() + int(offset), int(length))
+        tensors = [
+            by_name[spec.name].to(self.device.place).contiguous() for spec in manifest.tensors
+        ]
+        for number, offset, length in zip(plan.tensor, plan.offset, plan.length, strict=True):
+            assert 0 <= offset < offset + length <= tensors[number].nbytes
+        begin = np.array([tensor.data_ptr() for tensor in tensors])
+        lane = self.device.current()
+        self.device.moves(plan.into, begin[plan.tensor] + plan.offset, plan.length).run(lane)
+        lane.wait()
         with torch.no_grad():
             for conversion in plan.conversions:
-                conversion.apply(by_name[conversion.tensor].contiguous())
+                conversion.apply(tensors[conversion.number])
 
     def state(self):
         """Every tensor that the model holds, wherever."""
@@ -137,9 +145,9 @@ def assert_same(one, other, addresses=False):
         assert not addresses or address == other[path][0], path
 
 
-def follows(config, folder, **options):
+def follows(config, folder, sent=torch.float32, **options):
     """Updates by plan leave what reloads leave; returns the plan, and the model."""
-    first, second, third = (make(config, seed) for seed in (1, 2, 3))
+    first, second, third = (make(config, seed).to(sent) for seed in (1, 2, 3))
     loaded = Loaded(folder, first, **options)
     before = loaded.state()
     plan = loaded.plan(first)
