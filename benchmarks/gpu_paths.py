@@ -1,6 +1,6 @@
-"""One shape and one backend of ``gpu.py``: every path that can share an engine, one row each.
+"""One shape of ``gpu.py``: every path, on one engine, one row each.
 
-python benchmarks/gpu_paths.py 7b weightsync --rounds 5
+python benchmarks/gpu_paths.py 7b --rounds 5
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class Trainer:
         if self.sender is not None:
             self.sender.shutdown()
             self.sender = None
+
+    def sums(self) -> list[float]:
+        return sums(self.weights)
 
     def limits(self) -> dict[str, float]:
         """Bytes a second: device to page-locked host memory, back, both at once; on the device."""
@@ -229,10 +232,29 @@ def worker_load(worker: Any, shape: str, path: str) -> None:
     torch.cuda.synchronize()
 
 
+def worker_takes(worker: Any, backend: str) -> None:
+    """Have the worker take weights by one of vLLM's own engines, or by ours again."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if backend == "weightsync":
+        worker.weight_transfer_engine = worker.ours
+        return
+    worker.ours = worker.weight_transfer_engine
+    config, model = WeightTransferConfig(backend=backend), worker.model_runner.get_model()
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        config, worker.vllm_config, worker.device, model
+    )
+
+
 def worker_sums(worker: Any) -> list[float]:
     """Of the norms and the output layer: enough to see that weights have arrived."""
     model = worker.model_runner.get_model()
-    named = dict(model.named_parameters())
+    return sums(dict(model.named_parameters()))
+
+
+def sums(named: dict[str, torch.Tensor]) -> list[float]:
+    """Of tensors that the trainer and the engine hold under the same names."""
     chosen = [name for name in named if "norm" in name or "lm_head" in name or "o_proj" in name]
     return [float(named[name].double().sum()) for name in sorted(chosen)]
 
@@ -270,7 +292,7 @@ class Memory:
 
 
 class Bench:
-    def __init__(self, shape: str, backend: str, rounds: int) -> None:
+    def __init__(self, shape: str, rounds: int) -> None:
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -285,7 +307,7 @@ class Bench:
             max_num_seqs=16,
             dtype="bfloat16",
             gpu_memory_utilization=0.25,
-            weight_transfer_config=WeightTransferConfig(backend=backend),
+            weight_transfer_config=WeightTransferConfig(backend="weightsync"),
         )
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
@@ -294,6 +316,7 @@ class Bench:
         other.close()  # so that its end is heard
         self.heard()
         self.nbytes = self.ask("nbytes")
+        self.url, self.number = "", 0
 
     def ask(self, name: str, *arguments: Any) -> Any:
         self.pipe.send((name, arguments))
@@ -339,13 +362,17 @@ class Bench:
     def ours(self, path: str, url: str, limit: float | None, soak: int = 0, **options: Any) -> None:
         times: dict[str, list[float]] = {}
         memory = Memory()
-        self.ask("connect", url)
+        if url != self.url:
+            self.ask("shutdown")
+            self.ask("connect", url)
+            self.url, self.number = url, 0
         receiver = ws.scheme_from_url(url).create_receiver(self.llm, **options)
         try:
             receiver.connect()
             for number in range(1, self.rounds + 4):  # three to warm up: both slots are new
                 self.ask("change")
-                report, (began, published), ended = self._update(receiver, number)
+                self.number += 1
+                report, (began, published), ended = self._update(receiver, self.number)
                 if number > 3:
                     seconds = report.seconds
                     written = [float(n.split()[2]) for n in report.notes if n.startswith("written")]
@@ -357,17 +384,25 @@ class Bench:
                     ):
                         times.setdefault(name, []).append(value * 1e3)
                     times.setdefault("written", []).extend(written)
-            outcome = receiver.verify_weights()
-            right = not outcome.different and not outcome.unchecked and outcome.checked > 0
-            if not right:
-                raise AssertionError(f"the engine holds something else: {outcome!s:.200}")
+            self._require_right(receiver)
             self.say(path, limit, ours=True, notes=list(report.notes), **times, **memory.row())
             if soak:
                 self.soak(path, receiver, soak)
         finally:
             memory.row()
             receiver.shutdown()
-            self.ask("shutdown")
+
+    def _require_right(self, receiver: ws.Receiver) -> None:
+        """
+        Raises:
+            AssertionError: the engine holds something else than the trainer.
+        """
+        if self.llm.collective_rpc(worker_sums) != [self.ask("sums")]:
+            raise AssertionError("the engine's sums are not those of the trainer")
+        if self.url.startswith("shm"):  # of a version that was never copied there is nothing left
+            outcome = receiver.verify_weights()
+            if outcome.different or outcome.unchecked or not outcome.checked:
+                raise AssertionError(f"the engine holds something else: {outcome!s:.200}")
 
     def _update(self, receiver: ws.Receiver, number: int) -> tuple[Any, tuple[float, float], float]:
         self.pipe.send(("publish", (number,)))
@@ -388,15 +423,16 @@ class Bench:
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
-        parameters = SamplingParams(max_tokens=1900, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)
         free, running, wrong, tokens = [], 0, 0, 0
-        for number in range(100, 100 + updates):
+        for number in range(updates):
             while running < 8:
                 prompt = {"prompt_token_ids": [1 + running, 2, 3]}
                 engine.add_request(f"{number}-{running}-{path}", prompt, parameters)
                 running += 1
             self.ask("change")
-            self._update(receiver, number)
+            self.number += 1
+            self._update(receiver, self.number)
             outcome = receiver.verify_weights()
             wrong += bool(outcome.different or outcome.unchecked)
             ended = [output for output in engine.step() if output.finished]
@@ -412,12 +448,19 @@ class Bench:
 
     # ------------------------------------------------------------ others
 
+    def others(self) -> None:
+        """vLLM's own engine for the same, in the same worker."""
+        self.llm.collective_rpc(worker_takes, args=("ipc",))
+        for packed in (False, True):
+            with self.trying(f"vLLM's ipc engine{', packed' if packed else ''}"):
+                self.vllm_ipc(packed)
+        self.llm.collective_rpc(worker_takes, args=("weightsync",))
+
     def vllm_ipc(self, packed: bool) -> None:
         path = f"vLLM's ipc engine{', packed' if packed else ''}"
         times: list[float] = []
         memory = Memory()
         self.llm.init_weight_transfer_engine({"init_info": {}})
-        before = self.llm.collective_rpc(worker_sums)
         for number in range(self.rounds + 1):
             self.ask("change")
             if packed:
@@ -441,8 +484,8 @@ class Bench:
             self.llm.reset_prefix_cache()
             if number:
                 times.append((time.monotonic() - began) * 1e3)
-        if self.llm.collective_rpc(worker_sums) == before:
-            raise AssertionError("nothing has arrived")
+        if self.llm.collective_rpc(worker_sums) != [self.ask("sums")]:
+            raise AssertionError("the engine's sums are not those of the trainer")
         self.say(path, None, **{"end to end": times}, **memory.row())
 
     def torchrl_way(self) -> None:
@@ -450,7 +493,7 @@ class Bench:
         published, applied, whole = [], [], []
         folder = tempfile.mkdtemp(dir="/dev/shm", prefix="weightsync-bench-")
         try:
-            for number in range(max(2, self.rounds // 2) + 1):
+            for number in range(3):
                 self.ask("change")
                 began, done = self.ask("memmap", folder)
                 self.llm.collective_rpc(worker_load, args=(self.shape, folder))
@@ -469,17 +512,11 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape")
-    parser.add_argument("backend")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--soak", type=int, default=0)
     options = parser.parse_args()
-    bench = Bench(options.shape, options.backend, options.rounds)
+    bench = Bench(options.shape, options.rounds)
     try:
-        if options.backend == "ipc":
-            for packed in (False, True):
-                with bench.trying(f"vLLM's ipc engine{', packed' if packed else ''}"):
-                    bench.vllm_ipc(packed)
-            return
         speeds = bench.ask("limits")
         for name, speed in speeds.items():
             time_taken = bench.nbytes / speed * 1e3
@@ -490,13 +527,14 @@ def main() -> None:
         paths: list[tuple[str, str, float, dict[str, Any]]] = [
             ("CUDA IPC, plan", f"cuda-ipc://{run}-a", flat, {"apply": "plan"}),
             ("double buffer, staged", f"shm://{run}-b", bus, {"apply": "plan", "stage": True}),
-            ("double buffer, plan", f"shm://{run}-c", 2 * bus, {"apply": "plan"}),
-            ("double buffer, vLLM's reload", f"shm://{run}-d", 2 * bus, {"apply": "reload"}),
+            ("double buffer, plan", f"shm://{run}-b", 2 * bus, {"apply": "plan"}),
+            ("double buffer, vLLM's reload", f"shm://{run}-b", 2 * bus, {"apply": "reload"}),
         ]
         for path, url, limit, more in paths:
             with bench.trying(path):
-                soak = options.soak if path.endswith(("staged", "IPC, plan")) else 0
-                bench.ours(path, url, limit, soak, **more)
+                bench.ours(path, url, limit, options.soak if "stage" in more else 0, **more)
+            if url.startswith("cuda-ipc"):
+                bench.others()
         with bench.trying("vLLM's ways, on the GPU"):
             (found,) = bench.llm.collective_rpc(worker_times, args=(options.shape, options.rounds))
             for path, times in found.items():
