@@ -237,6 +237,7 @@ def worker_takes(worker: Any, backend: str) -> None:
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    worker = getattr(worker, "worker", worker)  # vLLM hands out what wraps it
     if backend == "weightsync":
         worker.weight_transfer_engine = worker.ours
         return
@@ -256,7 +257,7 @@ def worker_sums(worker: Any) -> list[float]:
 def sums(named: dict[str, torch.Tensor]) -> list[float]:
     """Of tensors that the trainer and the engine hold under the same names."""
     chosen = [name for name in named if "norm" in name or "lm_head" in name or "o_proj" in name]
-    return [float(named[name].double().sum()) for name in sorted(chosen)]
+    return [float(named[name].detach().double().sum()) for name in sorted(chosen)]
 
 
 # ---------------------------------------------------------------- the engine, and what is measured
@@ -369,6 +370,7 @@ class Bench:
         receiver = ws.scheme_from_url(url).create_receiver(self.llm, **options)
         try:
             receiver.connect()
+            receiver.poll_and_apply()  # what was sent for the path before
             for number in range(1, self.rounds + 4):  # three to warm up: both slots are new
                 self.ask("change")
                 self.number += 1

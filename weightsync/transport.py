@@ -289,6 +289,13 @@ class Snapshot(ABC):
         """
         return None
 
+    def addresses(self, place: torch.device) -> Addresses | None:
+        """int64: where each tensor of the manifest lies on a device, if they lie there already.
+
+        The same array as long as they lie at the same places. None: they are elsewhere.
+        """
+        return None
+
     @abstractmethod
     def copy_into(self, targets: Targets) -> None:
         """Write tensors into the given ones, in place, verified on the way.

@@ -58,8 +58,16 @@ class Loader:
         self._through: Through | None = None
         self._moves: tuple[Addresses, Moves] | None = None
 
-    def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> None:
-        """Have a plan for a manifest, if there can be one. Between two steps of the model."""
+    def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> bool:
+        """Have a plan for a manifest, if there can be one. Between two steps of the model.
+
+        Returns:
+            Whether the reload is not needed at all.
+        """
+        self._prepare(model, config, manifest, stream)
+        return self.plans_all(manifest.fingerprint)
+
+    def _prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> None:
         subject = manifest.fingerprint, model
         held = self.holds(model, manifest.fingerprint)
         if self._apply == "reload" or (held and not self._again):
@@ -145,8 +153,7 @@ class Loader:
             return False
         if snapshot.memory() is not None:
             return True
-        specs = snapshot.manifest.tensors
-        return bool(specs) and snapshot.tensor(specs[0].name).device == self._device.place
+        return snapshot.addresses(self._device.place) is not None
 
     # ---------------------------------------------------------------- while nothing generates
 
@@ -171,8 +178,8 @@ class Loader:
             self._move(device, staging.addresses(offsets[plan.tensor] + plan.offset))
             self._convert(lambda name: _staged(staging, snapshot.manifest, name))
         elif memory is None:
-            places = [snapshot.tensor(spec.name) for spec in snapshot.manifest.tensors]
-            addresses = np.array([tensor.data_ptr() for tensor in places], dtype=np.int64)
+            addresses = snapshot.addresses(device.place)
+            assert addresses is not None  # or it would not have been taken
             self._move(device, addresses[plan.tensor] + plan.offset)
             self._convert(snapshot.tensor)
         elif device.place.type == "cpu":

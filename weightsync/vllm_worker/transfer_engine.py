@@ -91,6 +91,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._driven = False
         self._driver: list[Any] | None = None
         self._fits: dict[str, str] = {}
+        self._looked_at: dict[str, Version | None] = {}
         self._apply: Apply = "auto"
         self._stage_wanted = False
         self._loaders: dict[str, Loader] = {}
@@ -366,12 +367,11 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._verified = False
             if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
                 ahead.take(memory, version, deadline, self._share)
-            elif memory is not None and self._verified_on_the_way(snapshot):
-                self._page_lock(memory)  # not while requests wait
-            else:
+            # Here, where no request waits. What is staged is no more than what plans need.
+            if memory is None or not self._verified_on_the_way(snapshot):
                 self._verify_here(snapshot)
-                if memory is not None:
-                    self._page_lock(memory)
+            if memory is not None:
+                self._page_lock(memory)
         except BaseException:
             snapshot.close()
             raise
@@ -444,10 +444,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._fits[target] = fingerprint
         loader = self._loader(target)
         with self._looking_at(target):
-            loader.prepare(
+            planned = loader.prepare(
                 self.model, self.model_config, snapshot.manifest, lambda: self._stream(snapshot)
             )
-            planned = loader.covers(self.model, fingerprint) and loader.takes(snapshot)
+            planned = planned and loader.takes(snapshot)
+        # Nothing moves the model's tensors between this look and the update that it is for.
+        self._looked_at[target] = snapshot.version if planned else None
         self._begin_staging(snapshot)
         note = "; ".join(filter(None, [loader.note(), self._why_not_staged]))
         encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
@@ -544,11 +546,15 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._held = None
         with self._looking_at(target):
             loader = self._loader(target)
-            fit = loader.covers(self.model, snapshot.manifest.fingerprint)
+            fit = self._looked_at.get(target) == version or loader.covers(
+                self.model, snapshot.manifest.fingerprint
+            )
             if fit and loader.takes(snapshot) and target not in sleep.watch(self._worker).lost:
                 loader.replay(snapshot, self._staged_here(version), self._share, deadline)
             else:
                 self._load_by_session(target, snapshot, deadline)
+        if self._error is not None:  # vLLM's session has ended with it
+            return
         snapshot.settle()
         sleep.watch(self._worker).loaded(target)
         if request["last"]:
@@ -557,7 +563,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load_by_session(self, target: str, snapshot: Snapshot, deadline: Deadline) -> None:
         compat.begin_session(self._worker, target)
-        self._last = False
+        self._target, self._last = target, False
         self._load_in_session(snapshot, deadline)
         compat.end_session(self._worker)
 

@@ -43,6 +43,7 @@ class Mapped:
         self._place: torch.device | None = None
         self._opened: list[int] = []
         self._addresses: dict[str, int] = {}
+        self._array: Addresses | None = None
         self._way: tuple[weakref.ref[Targets], _Way] | None = None
 
     def enter(self) -> None:
@@ -75,6 +76,15 @@ class Mapped:
             return torch.empty(spec.shape, dtype=spec.dtype, device=device.place)
         flat = device.tensor_at(self._addresses[spec.name], spec.nbytes)
         return flat.view(spec.dtype).view(spec.shape)
+
+    def addresses(self, place: torch.device) -> Addresses | None:
+        if self._map().place != place:
+            return None
+        with self._changing:
+            if self._array is None:
+                at = [self._addresses.get(spec.name, 0) for spec in self.manifest.tensors]
+                self._array = np.array(at, dtype=np.int64)
+            return self._array
 
     def move_into(self, targets: Targets) -> tuple[str, ...]:
         """Write all plain targets on the device; returns the names of the others."""
@@ -147,7 +157,7 @@ class Mapped:
 
     def _unmap(self) -> None:
         place, self._place = self._place, None
-        self._addresses, self._way = {}, None
+        self._addresses, self._array, self._way = {}, None, None
         if place is not None and self._opened:
             self._exchange.synchronise(place)
             self._close(place)

@@ -26,6 +26,7 @@ from weightsync.run.records import SENDER_LOCK
 from weightsync.schemes.cuda_ipc import layout
 from weightsync.schemes.cuda_ipc.layout import Head, Table
 from weightsync.schemes.cuda_ipc.mapped import Mapped
+from weightsync.tensors import Addresses
 from weightsync.transport import Snapshot, Subscriber, Targets
 from weightsync.version import Version
 
@@ -178,6 +179,9 @@ class CUDAIPCSnapshot(Snapshot):
     def verify(self, names: Sequence[str] | None = None) -> None:
         """There is nothing to compare with: the bytes are the trainer's own, and never moved."""
         self._leased()
+
+    def addresses(self, place: torch.device) -> Addresses | None:
+        return self._leased().addresses(place)
 
     def copy_into(self, targets: Targets) -> None:
         for name in self._leased().move_into(targets):
