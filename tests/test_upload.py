@@ -304,20 +304,6 @@ def test_parts_of_chunks_are_verified_before_any_is_written(chunk, device):
     assert (staging.buffer.numpy()[1000 % 16 :][:64] != slot.data[places.offset[0] :][:64]).any()
 
 
-@pytest.mark.parametrize("chunk", [3, 4, 6])
-def test_each_rank_verifies_its_share_of_what_all_need(chunk, device):
-    _, through = half(device)
-    slot = Slot(LAYOUT)
-    slot.data[chunk * CHUNK] ^= 1
-    found = []
-    for rank in range(3):
-        try:
-            through.run(slot, Deadline(WAIT), (rank, 3))
-        except CorruptError:
-            found.append(rank)
-    assert found == [chunk % 3]
-
-
 def test_chunks_that_nobody_needs_are_not_looked_at(device):
     places, through = half(device)
     slot = Slot(LAYOUT)

@@ -14,7 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError
 from weightsync.manifest import Manifest
 from weightsync.transport import Memory, Subscriber
-from weightsync.upload import Share, Staging
+from weightsync.upload import Staging
 from weightsync.version import Version
 
 log = logging.getLogger("weightsync")
@@ -48,9 +48,7 @@ class ReadAhead:
         # Torch does not like its threads to be interrupted by the interpreter's end.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
-    def take(
-        self, memory: Memory, version: Version, deadline: Deadline, share: Share = (0, 1)
-    ) -> None:
+    def take(self, memory: Memory, version: Version, deadline: Deadline) -> None:
         """Have a leased version in the staging, whole and verified, and leave it there until
         :meth:`release`.
 
@@ -66,7 +64,7 @@ class ReadAhead:
                 raise DeadlineError("another version was still being read ahead")
             try:
                 if self.staging.version != version or self.staging.attempt != memory.attempt:
-                    self.staging.take(memory, version, deadline, share)
+                    self.staging.take(memory, version, deadline)
             finally:
                 self._using.release()
         except BaseException:

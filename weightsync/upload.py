@@ -1,8 +1,7 @@
 """A version's bytes on their way from host memory into a device's: kept there, or passed through.
 
 They cross the bus in windows of 64 MiB, and are digested where they arrive, whole chunks at a time.
-A rank that needs only parts of chunks has them digested by the processor before, each rank a share
-of the chunks.
+A rank that needs only parts of chunks has them digested by the processor before.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ _QUEUED = 6
 
 _LOOK = 0.0005
 """Seconds between two looks at a version that is being written."""
-
-Share = tuple[int, int]
-"""Which of the chunks that all ranks need is this one's to verify: its number, of how many."""
 
 
 class _Arrived:
@@ -107,7 +103,7 @@ class _Way:
         """The chunks that were digested where they arrived, and are not what they are to be."""
         return self.arrived.wrong(memory.digests) if self.selection.whole else []
 
-    def require_right(self, memory: Memory, share: Share) -> None:
+    def require_right(self, memory: Memory) -> None:
         """Compare the chunks of which parts are kept, before any is.
 
         Raises:
@@ -115,9 +111,9 @@ class _Way:
         """
         if self.selection.whole or memory.digests is None:
             return
-        number, of = share
-        mine: list[int] = self._touched[self._touched % of == number].tolist()
-        wrong = self._copier.verify(self.geometry, _bytes(memory), memory.digests, mine)
+        # All of them: which of them other ranks need too, and verify, is not known here.
+        touched: list[int] = self._touched.tolist()
+        wrong = self._copier.verify(self.geometry, _bytes(memory), memory.digests, touched)
         if wrong:
             raise memory.wrong(wrong)
 
@@ -219,9 +215,7 @@ class Staging:
         self._there[window] = True
         queue.add(self._digesting.mark())
 
-    def take(
-        self, memory: Memory, version: Version, deadline: Deadline, share: Share = (0, 1)
-    ) -> None:
+    def take(self, memory: Memory, version: Version, deadline: Deadline) -> None:
         """Have a leased version here, and verified; what was read ahead of it is not read again.
 
         Raises:
@@ -229,7 +223,7 @@ class Staging:
         """
         self._begin(memory.attempt)
         memory.page_lock(self.device)
-        self._way.require_right(memory, share)
+        self._way.require_right(memory)
         ahead = any(self._there)
         self._read(memory, deadline)
         wrong = self._way.wrong(memory)
@@ -301,16 +295,16 @@ class Through:
             moves.append(found)
         return moves
 
-    def run(self, memory: Memory, deadline: Deadline, share: Share = (0, 1)) -> None:
+    def run(self, memory: Memory, deadline: Deadline) -> None:
         """Bring a leased version to its places.
 
         Raises:
-            CorruptError, DeadlineError: as for :meth:`Staging.take`. Unless the ranks shared the
-            verification, some or all of the places have been written then.
+            CorruptError, DeadlineError: as for :meth:`Staging.take`. Some or all of the places may
+            have been written then.
         """
         way, device = self._way, self._way.device
         memory.page_lock(device)
-        way.require_right(memory, share)
+        way.require_right(memory)
         self._work.after(device.current().mark())
         free = [self._work.mark()] * len(self._buffers)
         queue = _Queue()

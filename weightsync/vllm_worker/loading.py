@@ -23,7 +23,7 @@ from weightsync.manifest import Manifest
 from weightsync.selection import Selection
 from weightsync.tensors import Addresses
 from weightsync.transport import Memory, Snapshot
-from weightsync.upload import Share, Staging, Through, merged
+from weightsync.upload import Staging, Through, merged
 from weightsync.vllm_worker import copy_plan
 from weightsync.vllm_worker.copy_plan import CopyPlan
 
@@ -158,9 +158,7 @@ class Loader:
     # ---------------------------------------------------------------- while nothing generates
 
     @torch.no_grad()
-    def replay(
-        self, snapshot: Snapshot, staging: Staging | None, share: Share, deadline: Deadline
-    ) -> None:
+    def replay(self, snapshot: Snapshot, staging: Staging | None, deadline: Deadline) -> None:
         """Bring a version to its places, all but the layers that fall back.
 
         Args:
@@ -186,7 +184,7 @@ class Loader:
             self._move(device, self._offsets()[plan.tensor] + plan.offset + memory.address)
             self._convert(snapshot.tensor)
         else:
-            self._pass_through(device, memory, share, deadline)
+            self._pass_through(device, memory, deadline)
             self._convert(lambda name: snapshot.tensor(name).to(device.place))
         device.current().wait()
 
@@ -197,9 +195,7 @@ class Loader:
             self._moves = out_of, device.moves(into, source, length)
         self._moves[1].run(device.current())
 
-    def _pass_through(
-        self, device: Device, memory: Memory, share: Share, deadline: Deadline
-    ) -> None:
+    def _pass_through(self, device: Device, memory: Memory, deadline: Deadline) -> None:
         plan = self.plan
         assert plan is not None
         assert self._manifest is not None
@@ -208,7 +204,7 @@ class Loader:
             selection = Selection.of(*self.needed(), self._manifest.nbytes)
             rows = merged(plan.into, offset, plan.length)
             self._through = Through(device, Geometry(self._manifest), selection, *rows)
-        self._through.run(memory, deadline, share)
+        self._through.run(memory, deadline)
 
     def _convert(self, tensor: Callable[[str], torch.Tensor]) -> None:
         assert self.plan is not None

@@ -37,7 +37,7 @@ from weightsync.readahead import ReadAhead
 from weightsync.scheme import scheme_from_url
 from weightsync.selection import Selection
 from weightsync.transport import Memory, Snapshot, Subscriber
-from weightsync.upload import Share, Staging
+from weightsync.upload import Staging
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
 from weightsync.vllm_worker.loading import Apply, Loader
@@ -366,7 +366,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ahead = self._ahead
             self._verified = False
             if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
-                ahead.take(memory, version, deadline, self._share)
+                ahead.take(memory, version, deadline)
             # Here, where no request waits. What is staged is no more than what plans need.
             if memory is None or not self._verified_on_the_way(snapshot):
                 self._verify_here(snapshot)
@@ -382,11 +382,6 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         device = None if place.type == "cpu" else device_of(place)
         if device is not None:
             memory.page_lock(device)
-
-    @property
-    def _share(self) -> Share:
-        """Which of the chunks of a version this worker verifies, where each needs only parts."""
-        return self._number, self._numbers
 
     def _verify_here(self, snapshot: Snapshot) -> None:
         if not self._verified:
@@ -550,7 +545,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.model, snapshot.manifest.fingerprint
             )
             if fit and loader.takes(snapshot) and target not in sleep.watch(self._worker).lost:
-                loader.replay(snapshot, self._staged_here(version), self._share, deadline)
+                loader.replay(snapshot, self._staged_here(version), deadline)
             else:
                 self._load_by_session(target, snapshot, deadline)
         if self._error is not None:  # vLLM's session has ended with it
@@ -587,7 +582,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         compat.expect_partial(self.model)
         self._load(each for each in self._stream(snapshot) if each[0] in reloaded)
         staging = self._staged_here(snapshot.version)
-        loader.replay(snapshot, staging, self._share, deadline)
+        loader.replay(snapshot, staging, deadline)
         self._require_complete(plan.fallback)
         loader.reloaded()
 
