@@ -110,3 +110,11 @@ def test_runs_are_cut_at_the_borders_of_windows():
     assert begin.tolist() == [1000, 1005, 1015]
     assert length.tolist() == [5, 10, 5]
     assert place.tolist() == [5, 10, 20]
+
+
+def test_bytes_that_were_not_selected_have_no_place():
+    selection = Selection.of(np.array([64, 1000]), np.array([10, 100]), 4000)
+    for offset in (0, 63, 74, 999, 1100, 3999):
+        with pytest.raises(IndexError):
+            selection.places(np.array([64, offset]))
+    assert len(selection.places(np.array([64, 73, 1000, 1099]))) == 4

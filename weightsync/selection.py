@@ -79,8 +79,14 @@ class Selection:
         return cls(begin, length, place, int(room.sum()), False)
 
     def places(self, offsets: Addresses) -> Addresses:
-        """Where bytes of the layout are kept; they are among those selected."""
+        """Where bytes of the layout are kept.
+
+        Raises:
+            IndexError: some are not among those selected.
+        """
         run = np.searchsorted(self.begin, offsets, side="right") - 1
+        if ((run < 0) | (offsets >= self.begin[run] + self.length[run])).any():
+            raise IndexError("bytes of the layout are asked for that were not selected")
         kept: Addresses = self.place[run] + offsets - self.begin[run]
         return kept
 

@@ -277,6 +277,7 @@ class Through:
     def _moved(
         self, device: Device, into: Addresses, offset: Addresses, length: Addresses
     ) -> list[Moves | None]:
+        into, offset, length = into[length > 0], offset[length > 0], length[length > 0]
         order = np.argsort(offset, kind="stable")
         into, length = into[order], length[order]
         place = self._way.selection.places(offset[order])

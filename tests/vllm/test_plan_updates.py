@@ -8,7 +8,7 @@ import pytest
 
 import weightsync as ws
 from tests.docs import run
-from tests.vllm.conftest import expected, greedy, llama_config, make_model
+from tests.vllm.conftest import expected, greedy, llama_config, make_llm, make_model, stop
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -90,3 +90,28 @@ def damage(path):
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [False, True], ids=["", "staged"])
+def test_each_rank_writes_and_keeps_its_part_alone(path, tmp_path, stage):
+    """TP=2, with layers that are not repacked: rows and columns of each tensor, by plan."""
+    config = llama_config()
+    config.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path, tensor_parallel_size=2, worker_extension_cls="tests.vllm.plain.Plain")
+    try:
+        scheme = ws.DoubleBufferScheme(path)
+        receiver = scheme.create_receiver(llm, apply="plan", stage=stage)
+        with scheme.create_sender() as sender, receiver:
+            sender.connect()
+            receiver.connect()
+            for number in range(1, 6):
+                model = make_model(config, number)
+                sender.update_weights(model, version=number)
+                notes = receiver.poll_and_apply().notes
+                assert greedy(llm) == expected(model)
+                assert receiver.verify_weights().ok
+            assert not any("reload" in note for note in notes), notes
+            assert any("copies by plan" in note for note in notes)
+    finally:
+        stop(llm)

@@ -116,6 +116,10 @@ class Loader:
         """The same, of a plan that needs no reload."""
         return self.plans(fingerprint) and not (self.plan and self.plan.fallback)
 
+    def still_holds(self, model: nn.Module) -> bool:
+        """Whether the plan, if there is one, is that of the model as it is now."""
+        return self.plan is None or self.plan.holds(model)
+
     def covers(self, model: nn.Module, fingerprint: str) -> bool:
         """Whether the reload is not needed at all."""
         return self.plans_all(fingerprint) and self.holds(model, fingerprint)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from weightsync.transport import Memory, Snapshot, Subscriber
 from weightsync.upload import Staging
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
+from weightsync.vllm_worker.copy_plan import CopyPlan
 from weightsync.vllm_worker.loading import Apply, Loader
 
 _PATIENCE = 5.0
@@ -96,6 +98,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._stage_wanted = False
         self._loaders: dict[str, Loader] = {}
         self._ahead: ReadAhead | None = None
+        self._kept_for: list[CopyPlan | None] = []  # those whose bytes it reads
         self._why_not_staged = ""
         self._verified = False
         self._worker: Any = None
@@ -213,6 +216,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._end_former_session()
         self._require_awake()
         self._look_elsewhere(target)
+        loader = self._loaders.get(target)
+        if loader is not None and not loader.still_holds(compat.models(self._worker)[target]):
+            loader.forget()
         compat.begin_session(self._worker, target)
         self._target = target
 
@@ -499,7 +505,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         memory, reader = snapshot.memory(), self._subscriber
         if not self._stage_wanted or not loaders or memory is None or reader is None:
             return
-        if self._ahead is not None and self._ahead.fits(snapshot.manifest):
+        plans = [loader.plan for loader in loaders]
+        same = len(plans) == len(self._kept_for) and all(map(is_, plans, self._kept_for))
+        if same and self._ahead is not None and self._ahead.fits(snapshot.manifest):
             return
         self._end_staging()
         device = device_of(next(self.model.parameters()).device)
@@ -514,6 +522,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._why_not_staged = f"not staged: {error}"
             return
         self._why_not_staged = ""
+        self._kept_for = plans
         self._ahead = ReadAhead(reader, staging, snapshot.manifest.fingerprint)
         sleep.watch(self._worker).before_sleep = self._end_staging
 
@@ -545,7 +554,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.model, snapshot.manifest.fingerprint
             )
             if fit and loader.takes(snapshot) and target not in sleep.watch(self._worker).lost:
-                loader.replay(snapshot, self._staged_here(version), deadline)
+                self._replay(loader, snapshot, deadline)
             else:
                 self._load_by_session(target, snapshot, deadline)
         if self._error is not None:  # vLLM's session has ended with it
@@ -555,6 +564,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if request["last"]:
             self._held = self._staged
             self._release()
+
+    def _replay(self, loader: Loader, snapshot: Snapshot, deadline: Deadline) -> None:
+        staging = self._staged_here(snapshot.version)
+        if staging is None and not self._verified_on_the_way(snapshot):
+            self._verify_here(snapshot)
+        loader.replay(snapshot, staging, deadline)
 
     def _load_by_session(self, target: str, snapshot: Snapshot, deadline: Deadline) -> None:
         compat.begin_session(self._worker, target)
@@ -581,8 +596,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reloaded = set(plan.reloaded)
         compat.expect_partial(self.model)
         self._load(each for each in self._stream(snapshot) if each[0] in reloaded)
-        staging = self._staged_here(snapshot.version)
-        loader.replay(snapshot, staging, deadline)
+        self._replay(loader, snapshot, deadline)
         self._require_complete(plan.fallback)
         loader.reloaded()
 
