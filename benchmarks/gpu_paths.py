@@ -421,7 +421,11 @@ class Bench:
         return report, published, ended
 
     def soak(self, path: str, receiver: ws.Receiver, updates: int) -> None:
-        """Updates with requests running, each compared with a dry run of vLLM's own reload."""
+        """Updates, each compared with a dry run of vLLM's own reload, with requests begun before.
+
+        One batch of answers is taken for each update, so that requests which end are noticed late,
+        and not begun anew in time: most updates of a long soak meet none.
+        """
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
