@@ -56,6 +56,7 @@ class Loader:
         self._device: Device | None = None
         self._manifest: Manifest | None = None
         self._through: Through | None = None
+        self._selected: Selection | None = None
         self._moves: tuple[Addresses, Moves] | None = None
 
     def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> bool:
@@ -98,10 +99,14 @@ class Loader:
         """
         self._again = not self._tried and self.plan is not None and bool(self.plan.fallback)
 
+    def free(self) -> None:
+        """Give memory of the device back. The plan stays."""
+        self._through = None
+
     def forget(self) -> None:
         """The plan, and the memory that goes with it."""
         self.plan = self._manifest = self._through = self._moves = self._looked = None
-        self._again = False
+        self._selected, self._again = None, False
 
     def holds(self, model: nn.Module, fingerprint: str) -> bool:
         """Whether there is a plan for a manifest, and the model is still where it says."""
@@ -140,6 +145,18 @@ class Loader:
 
     # ---------------------------------------------------------------- the bytes that are needed
 
+    @property
+    def verifies(self) -> bool:
+        """Whether the device digests what passes through it: whole chunks, so all of a version."""
+        on_gpu = self._device is not None and self._device.place.type != "cpu"
+        return on_gpu and self.plan is not None and self._selection().whole
+
+    def _selection(self) -> Selection:
+        assert self._manifest is not None
+        if self._selected is None:
+            self._selected = Selection.of(*self.needed(), self._manifest.nbytes)
+        return self._selected
+
     def needed(self) -> tuple[Addresses, Addresses]:
         """Offsets in the layout, and lengths, of what the plan reads."""
         assert self.plan is not None
@@ -162,11 +179,14 @@ class Loader:
     # ---------------------------------------------------------------- while nothing generates
 
     @torch.no_grad()
-    def replay(self, snapshot: Snapshot, staging: Staging | None, deadline: Deadline) -> None:
+    def replay(
+        self, snapshot: Snapshot, staging: Staging | None, verified: bool, deadline: Deadline
+    ) -> None:
         """Bring a version to its places, all but the layers that fall back.
 
         Args:
             staging: if it holds the version.
+            verified: the bytes were compared with their digests since they were leased.
 
         Raises:
             CorruptError, DeadlineError: places may have been written then.
@@ -188,7 +208,7 @@ class Loader:
             self._move(device, self._offsets()[plan.tensor] + plan.offset + memory.address)
             self._convert(snapshot.tensor)
         else:
-            self._pass_through(device, memory, deadline)
+            self._pass_through(device, memory, verified, deadline)
             self._convert(lambda name: snapshot.tensor(name).to(device.place))
         device.current().wait()
 
@@ -199,16 +219,18 @@ class Loader:
             self._moves = out_of, device.moves(into, source, length)
         self._moves[1].run(device.current())
 
-    def _pass_through(self, device: Device, memory: Memory, deadline: Deadline) -> None:
+    def _pass_through(
+        self, device: Device, memory: Memory, verified: bool, deadline: Deadline
+    ) -> None:
         plan = self.plan
         assert plan is not None
         assert self._manifest is not None
         if self._through is None:
             offset = self._offsets()[plan.tensor] + plan.offset
-            selection = Selection.of(*self.needed(), self._manifest.nbytes)
             rows = merged(plan.into, offset, plan.length)
-            self._through = Through(device, Geometry(self._manifest), selection, *rows)
-        self._through.run(memory, deadline)
+            geometry, selection = Geometry(self._manifest), self._selection()
+            self._through = Through(device, geometry, selection, *rows)
+        self._through.run(memory, deadline, verified)
 
     def _convert(self, tensor: Callable[[str], torch.Tensor]) -> None:
         assert self.plan is not None

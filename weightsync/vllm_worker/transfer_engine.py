@@ -16,10 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -29,20 +27,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
-from weightsync.chunks import Geometry
 from weightsync.deadline import Deadline
-from weightsync.device import device_of
-from weightsync.errors import DeadlineError, EngineError, NoRoomError
+from weightsync.device import Device, device_of
+from weightsync.errors import DeadlineError, EngineError
 from weightsync.manifest import describe
-from weightsync.readahead import ReadAhead
 from weightsync.scheme import scheme_from_url
-from weightsync.selection import Selection
-from weightsync.transport import Memory, Snapshot, Subscriber
-from weightsync.upload import Staging
+from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
-from weightsync.vllm_worker.copy_plan import CopyPlan
 from weightsync.vllm_worker.loading import Apply, Loader
+from weightsync.vllm_worker.standby import Standby
 
 _PATIENCE = 5.0
 """Seconds that the end of a worker waits for a version that is still being opened."""
@@ -95,11 +89,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._fits: dict[str, str] = {}
         self._looked_at: dict[str, Version | None] = {}
         self._apply: Apply = "auto"
-        self._stage_wanted = False
         self._loaders: dict[str, Loader] = {}
-        self._ahead: ReadAhead | None = None
-        self._kept_for: list[CopyPlan | None] = []  # those whose bytes it reads
-        self._why_not_staged = ""
+        self._standby: Standby | None = None
         self._verified = False
         self._worker: Any = None
         self._reader: tuple[int, int] | None = None
@@ -294,7 +285,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._release()
-        self._end_staging()
+        self._free()
         if self._last_staging is not None:
             self._last_staging.over.wait(_PATIENCE)
         if self._subscriber is not None:
@@ -319,7 +310,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _connect(self, url: str) -> Subscriber:
         if self._subscriber is None or url != self._url:
-            self._end_staging()
+            self._free()
             if self._subscriber is not None:
                 self._subscriber.close()
             reader = self._reader or (self._number, self._numbers)
@@ -368,26 +359,22 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _open(self, url: str, version: Version, deadline: Deadline) -> Snapshot:
         snapshot = self._connect(url).snapshot(version, deadline)
         try:
-            memory = snapshot.memory()
-            ahead = self._ahead
             self._verified = False
-            if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
-                ahead.take(memory, version, deadline)
-            # Here, where no request waits. What is staged is no more than what plans need.
-            if memory is None or not self._verified_on_the_way(snapshot):
+            # All of this here, where no request waits.
+            if self._standby is not None:
+                self._standby.take(snapshot, deadline)
+            if not self._verified_on_the_way(snapshot):
                 self._verify_here(snapshot)
-            if memory is not None:
-                self._page_lock(memory)
+            memory, device = snapshot.memory(), self._device()
+            if memory is not None and device is not None:
+                memory.page_lock(device)
         except BaseException:
             snapshot.close()
             raise
         return snapshot
 
-    def _page_lock(self, memory: Memory) -> None:
-        place = next(self.model.parameters()).device
-        device = None if place.type == "cpu" else device_of(place)
-        if device is not None:
-            memory.page_lock(device)
+    def _device(self) -> Device | None:
+        return device_of(next(self.model.parameters()).device)
 
     def _verify_here(self, snapshot: Snapshot) -> None:
         if not self._verified:
@@ -395,13 +382,12 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._verified = True
 
     def _verified_on_the_way(self, snapshot: Snapshot) -> bool:
-        """Whether a GPU digests the bytes when they pass through it."""
+        """Whether a GPU digests the bytes when they come to it: as staged, or in passing."""
         fingerprint = snapshot.manifest.fingerprint
-        device = next(self.model.parameters()).device
-        return (
-            device.type != "cpu"
-            and bool(self._loaders)
-            and all(loader.plans_all(fingerprint) for loader in self._loaders.values())
+        staged = self._standby is not None and self._standby.holding(snapshot.version) is not None
+        return bool(self._loaders) and all(
+            loader.plans_all(fingerprint) and (staged or loader.verifies)
+            for loader in self._loaders.values()
         )
 
     def _keep(self, snapshot: Snapshot, version: Version) -> None:
@@ -451,8 +437,11 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             planned = planned and loader.takes(snapshot)
         # Nothing moves the model's tensors between this look and the update that it is for.
         self._looked_at[target] = snapshot.version if planned else None
-        self._begin_staging(snapshot)
-        note = "; ".join(filter(None, [loader.note(), self._why_not_staged]))
+        note = loader.note()
+        device, reader = self._device(), self._subscriber
+        if self._standby is not None and device is not None and reader is not None:
+            self._standby.prepare(list(self._loaders.values()), device, reader, snapshot)
+            note = "; ".join(filter(None, [note, self._standby.note]))
         encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
         return {"planned": planned, "note": note, "encodes": bool(encodes)}
 
@@ -491,51 +480,21 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _configure(self, apply: Apply, stage: bool) -> None:
         """What a driver wants; one that wants something else begins anew."""
-        if (apply, stage) != (self._apply, self._stage_wanted):
-            self._end_staging()
+        if (apply, stage) != (self._apply, self._standby is not None):
+            self._free()
             self._loaders.clear()
-            self._apply, self._stage_wanted = apply, stage
+            self._apply, self._standby = apply, Standby() if stage else None
+            sleep.watch(self._worker).before_sleep = self._free
+
+    def _free(self) -> None:
+        """Give memory of the device back that the next update can have again."""
+        if self._standby is not None:
+            self._standby.close()
+        for loader in self._loaders.values():
+            loader.free()
 
     def _loader(self, target: str) -> Loader:
         return self._loaders.setdefault(target, Loader(target, self._apply))
-
-    def _begin_staging(self, snapshot: Snapshot) -> None:
-        """Keep memory for what plans need, and read versions into it from the next one on."""
-        loaders = [loader for loader in self._loaders.values() if loader.plan is not None]
-        memory, reader = snapshot.memory(), self._subscriber
-        if not self._stage_wanted or not loaders or memory is None or reader is None:
-            return
-        plans = [loader.plan for loader in loaders]
-        same = len(plans) == len(self._kept_for) and all(map(is_, plans, self._kept_for))
-        if same and self._ahead is not None and self._ahead.fits(snapshot.manifest):
-            return
-        self._end_staging()
-        device = device_of(next(self.model.parameters()).device)
-        assert device is not None
-        needed = [loader.needed() for loader in loaders]
-        begin = np.concatenate([begin for begin, _ in needed])
-        length = np.concatenate([length for _, length in needed])
-        selection = Selection.of(begin, length, snapshot.manifest.nbytes)
-        try:
-            staging = Staging(device, Geometry(snapshot.manifest), selection)
-        except NoRoomError as error:
-            self._why_not_staged = f"not staged: {error}"
-            return
-        self._why_not_staged = ""
-        self._kept_for = plans
-        self._ahead = ReadAhead(reader, staging, snapshot.manifest.fingerprint)
-        sleep.watch(self._worker).before_sleep = self._end_staging
-
-    def _end_staging(self) -> None:
-        """Give the memory back."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.close()
-
-    def _staged_here(self, version: Version) -> Staging | None:
-        if self._ahead is not None and self._ahead.staging.version == version:
-            return self._ahead.staging
-        return None
 
     def _apply_planned(self, request: dict[str, Any]) -> None:
         """Load the ``target`` without a session of vLLM's, which costs more than the copies."""
@@ -566,10 +525,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._release()
 
     def _replay(self, loader: Loader, snapshot: Snapshot, deadline: Deadline) -> None:
-        staging = self._staged_here(snapshot.version)
-        if staging is None and not self._verified_on_the_way(snapshot):
+        staging = None if self._standby is None else self._standby.holding(snapshot.version)
+        if not self._verified_on_the_way(snapshot):
             self._verify_here(snapshot)
-        loader.replay(snapshot, staging, deadline)
+        loader.replay(snapshot, staging, self._verified, deadline)
 
     def _load_by_session(self, target: str, snapshot: Snapshot, deadline: Deadline) -> None:
         compat.begin_session(self._worker, target)
@@ -641,8 +600,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._release_snapshot()
 
     def _release_snapshot(self) -> None:
-        if self._ahead is not None:
-            self._ahead.release()
+        if self._standby is not None:
+            self._standby.release()
         if self._snapshot is not None:
             self._snapshot.close()
         self._snapshot = self._staged = None

@@ -1,0 +1,84 @@
+"""A second copy of what a worker's plans need, in its device's memory: versions are read into it
+while requests run, and while they are still being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import numpy as np
+
+from weightsync.chunks import Geometry
+from weightsync.deadline import Deadline
+from weightsync.device import Device
+from weightsync.errors import NoRoomError
+from weightsync.readahead import ReadAhead
+from weightsync.selection import Selection
+from weightsync.transport import Snapshot, Subscriber
+from weightsync.upload import Staging
+from weightsync.version import Version
+from weightsync.vllm_worker.copy_plan import CopyPlan
+from weightsync.vllm_worker.loading import Loader
+
+
+class Standby:
+    """
+    Attributes:
+        note: why there is no such copy, for a report.
+    """
+
+    def __init__(self) -> None:
+        self.note = ""
+        self._ahead: ReadAhead | None = None
+        self._plans: list[CopyPlan | None] = []
+
+    def prepare(
+        self, loaders: Sequence[Loader], device: Device, reader: Subscriber, snapshot: Snapshot
+    ) -> None:
+        """Have memory for what the plans of these loaders need, for versions like this one."""
+        planned = [loader for loader in loaders if loader.plan is not None]
+        if not planned or snapshot.memory() is None:
+            return
+        plans = [loader.plan for loader in planned]
+        same = len(plans) == len(self._plans) and all(map(is_, plans, self._plans))
+        if same and self._ahead is not None and self._ahead.fits(snapshot.manifest):
+            return
+        self.close()
+        needed = [loader.needed() for loader in planned]
+        begin = np.concatenate([begin for begin, _ in needed])
+        length = np.concatenate([length for _, length in needed])
+        selection = Selection.of(begin, length, snapshot.manifest.nbytes)
+        try:
+            staging = Staging(device, Geometry(snapshot.manifest), selection)
+        except NoRoomError as error:
+            self.note = f"not staged: {error}"
+            return
+        self.note, self._plans = "", plans
+        self._ahead = ReadAhead(reader, staging, snapshot.manifest.fingerprint)
+
+    def take(self, snapshot: Snapshot, deadline: Deadline) -> None:
+        """Have a leased version here, verified, until ``release``; if there is memory for it.
+
+        Raises:
+            CorruptError, DeadlineError: as :meth:`~weightsync.readahead.ReadAhead.take`.
+        """
+        ahead, memory = self._ahead, snapshot.memory()
+        if ahead is not None and memory is not None and ahead.fits(snapshot.manifest):
+            ahead.take(memory, snapshot.version, deadline)
+
+    def holding(self, version: Version) -> Staging | None:
+        """The memory, if that version is in it."""
+        if self._ahead is not None and self._ahead.staging.version == version:
+            return self._ahead.staging
+        return None
+
+    def release(self) -> None:
+        """The version taken is not needed any more: the next may be read in its place."""
+        if self._ahead is not None:
+            self._ahead.release()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
