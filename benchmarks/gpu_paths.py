@@ -421,35 +421,45 @@ class Bench:
         return report, published, ended
 
     def soak(self, path: str, receiver: ws.Receiver, updates: int) -> None:
-        """Updates, each compared with a dry run of vLLM's own reload, with requests begun before.
+        """Updates with requests running, each compared with a dry run of vLLM's own reload.
 
-        One batch of answers is taken for each update, so that requests which end are noticed late,
-        and not begun anew in time: most updates of a long soak meet none.
+        ``met``: at how many updates requests were unfinished before it and after it.
         """
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
-        parameters = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)
-        free, running, wrong, tokens = [], 0, 0, 0
-        for number in range(updates):
-            while running < 8:
-                prompt = {"prompt_token_ids": [1 + running, 2, 3]}
-                engine.add_request(f"{number}-{running}-{path}", prompt, parameters)
-                running += 1
+        parameters = SamplingParams(max_tokens=1900, ignore_eos=True, detokenize=False)
+        free, running, wrong, met, tokens, begun = [], set(), 0, 0, 0, 0
+
+        def listen(seconds: float) -> None:
+            nonlocal tokens
+            until = time.monotonic() + seconds
+            while engine.has_unfinished_requests() and time.monotonic() < until:
+                for output in engine.step():
+                    if output.finished:
+                        running.discard(output.request_id)
+                        tokens += len(output.outputs[0].token_ids)
+
+        for _ in range(updates):
+            while len(running) < 8:
+                begun += 1
+                prompt = {"prompt_token_ids": [1 + begun, 2, 3]}
+                engine.add_request(f"soak-{begun}", prompt, parameters)
+                running.add(f"soak-{begun}")
+            listen(0.3)  # all that has come meanwhile, so that it is known which still run
+            before = set(running)
             self.ask("change")
             self.number += 1
             self._update(receiver, self.number)
+            listen(0.3)
+            met += bool(before & running)
             outcome = receiver.verify_weights()
             wrong += bool(outcome.different or outcome.unchecked)
-            ended = [output for output in engine.step() if output.finished]
-            tokens += sum(len(output.outputs[0].token_ids) for output in ended)
-            running -= len(ended)
             free.append(torch.cuda.mem_get_info()[0])
-        while engine.has_unfinished_requests():
-            ended = [output for output in engine.step() if output.finished]
-            tokens += sum(len(output.outputs[0].token_ids) for output in ended)
+        listen(PATIENCE)
         lost = (free[updates // 5] - free[-1]) / 1e6
-        found = {"updates": updates, "wrong": wrong, "tokens": tokens, "grown MB": lost}
+        counts = {"updates": updates, "met": met, "wrong": wrong, "tokens": tokens}
+        found = {**counts, "requests": begun, "grown MB": lost}
         self.say(f"{path}: soak", soak=found)
 
     # ------------------------------------------------------------ others
