@@ -113,6 +113,9 @@ class Form(ABC):
 
 STEPS = ("pause", "begin", "load", "finish", "flush", "label", "resume")
 
+AT_ONCE = {"apply": ("begin", "load", "finish")}
+"""What a planned update does in one."""
+
 _NAMES = {
     "pause": "pause",
     "reset_prefix_cache": "flush",
@@ -130,9 +133,12 @@ def stepped(client, before=lambda step: None, after=lambda step: None):
 
         def call(*arguments):
             step = _NAMES.get(name) or json.loads(arguments[0])["op"]
-            before(step)
+            steps = AT_ONCE.get(step, (step,))
+            for each in steps:
+                before(each)
             result = plain(*arguments)
-            after(step)
+            for each in steps:
+                after(each)
             return result
 
         setattr(client, name, call)
