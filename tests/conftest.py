@@ -3,11 +3,17 @@
 import os
 import secrets
 import shutil
+import signal
 
 import pytest
 import torch
 
 import weightsync as ws
+from weightsync.testing.processes import Peer
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what it does not wait for; some tests interrupt themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = 10.0
 """Seconds for whatever should take none: only a broken test waits that long."""
@@ -23,6 +29,27 @@ def run_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         os.unlink(path)
+
+
+@pytest.fixture
+def peers():
+    """Makes processes, and ends them after the test."""
+    made = []
+
+    def make(count):
+        made.extend(Peer() for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for peer in made:
+        peer.dispose()
+
+
+def newest_slot(scheme):
+    """The file that the newest version's bytes lie in."""
+    status = scheme.inspect()
+    found = next(slot for slot in status.slots if slot.version == status.version)
+    return f"{scheme.path}/{found.generation}/slot{found.slot}.bin"
 
 
 @pytest.fixture

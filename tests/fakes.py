@@ -1,8 +1,10 @@
-"""Fake engines of one shape, and what is sent to them."""
+"""Fake engines of one shape, and what is sent to them; what crosses to a device, watched."""
 
 import torch
 
 from tests.conftest import assert_same
+from weightsync import upload
+from weightsync.chunks import CHUNK
 from weightsync.testing import FakeEngine
 
 SHAPES = {
@@ -15,6 +17,19 @@ SHAPES = {
     "norm": (8,),
 }
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+
+
+def watched_windows(monkeypatch):
+    """The windows that are copied to a device from now on, in turn; each is one chunk long."""
+    monkeypatch.setattr(upload, "WINDOW", CHUNK)
+    seen, plain = [], upload._Way.copy
+
+    def copy(self, lane, memory, window, base):
+        seen.append(window)
+        plain(self, lane, memory, window, base)
+
+    monkeypatch.setattr(upload._Way, "copy", copy)
+    return seen
 
 
 def fake(**options):

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.conftest import WAIT, as_bytes, assert_all_same, assert_same
+from tests.conftest import WAIT, as_bytes, assert_all_same, assert_same, newest_slot
 from weightsync import gpu_targets, transport, upload
 from weightsync.chunks import CHUNK
 from weightsync.deadline import Deadline
 from weightsync.device.host import HostDevice
 from weightsync.engines.module import ModuleEngine
 from weightsync.errors import NoRoomError
+from weightsync.testing.faults import corrupt
 from weightsync.transport import Targets
 
 
@@ -55,17 +56,6 @@ def engine_of(made):
     target = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
     target["strided"] = torch.zeros(70, 30).t()
     return target
-
-
-def flip(ends, at):
-    """One bit of the newest version, where it lies."""
-    status = ends.scheme().inspect()
-    slot = next(s for s in status.slots if s.version == status.version)
-    with open(f"{ends.path}/{slot.generation}/slot{slot.slot}.bin", "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_versions_come_to_their_tensors(ends, machine):
@@ -118,7 +108,7 @@ def test_a_version_that_is_corrupt_is_found_out_and_taken_back(ends, machine):
     sender.update_weights(good, version=1)
     receiver.poll_and_apply(timeout=WAIT)
     sender.update_weights(weights(2), version=2)
-    flip(ends, CHUNK + 5)
+    corrupt(newest_slot(ends.scheme()), CHUNK + 5)
     machine.windows.clear()
     with pytest.raises(ws.CorruptError, match="after they came to cpu"):
         receiver.poll_and_apply(timeout=WAIT)
@@ -136,7 +126,7 @@ def test_the_first_version_is_corrupt(ends, machine):
     target = engine_of(weights(0))
     sender, receiver = ends.pair(None, target)
     sender.update_weights(weights(1), version=1)
-    flip(ends, 0)
+    corrupt(newest_slot(ends.scheme()), 0)
     with pytest.raises(ws.CorruptError):
         receiver.poll_and_apply(timeout=WAIT)
     assert receiver.status().state == "unusable"
@@ -150,7 +140,7 @@ def test_what_lies_beside_the_gpu_is_verified_before_anything_is_written(ends, m
     sent = weights(1)
     target = {"strided": torch.full((70, 30), 7.0).t(), "half": torch.full((333,), 7.0).bfloat16()}
     with read(ends, sent) as snapshot:
-        flip(ends, snapshot.manifest.spec("strided").offset)
+        corrupt(newest_slot(ends.scheme()), snapshot.manifest.spec("strided").offset)
         with pytest.raises(ws.CorruptError, match="'strided'"):
             snapshot.copy_into(Targets(snapshot.manifest, target))
     assert all(tensor.eq(7).all() for tensor in target.values())

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 import weightsync as ws
 from tests.conftest import WAIT
-from weightsync import upload
+from tests.fakes import watched_windows
 from weightsync.chunks import CHUNK, Geometry
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
@@ -73,17 +73,7 @@ class Subscriber:
 
 @pytest.fixture
 def copied(monkeypatch):
-    """The windows that were copied, in turn; each is one chunk long."""
-    monkeypatch.setattr(upload, "WINDOW", CHUNK)
-    seen = []
-    plain = upload._Way.copy
-
-    def copy(self, lane, memory, window, base):
-        seen.append(window)
-        plain(self, lane, memory, window, base)
-
-    monkeypatch.setattr(upload._Way, "copy", copy)
-    return seen
+    return watched_windows(monkeypatch)
 
 
 @pytest.fixture

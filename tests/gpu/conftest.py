@@ -2,4 +2,6 @@
 
 import os
 
+from tests.live.conftest import peer  # noqa: F401
+
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

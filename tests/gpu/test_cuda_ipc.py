@@ -14,7 +14,7 @@ from tests.gpu.engines import dense, greedy, make_llm, model, stop
 from weightsync.deadline import Deadline
 from weightsync.device import driver
 from weightsync.schemes.cuda_ipc.handles import CUDAExchange
-from weightsync.testing.processes import Peer, PeerError, eventually
+from weightsync.testing.processes import PeerError, eventually
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,20 +118,6 @@ def read_and_wait(state, scheme, seconds):
 @pytest.fixture
 def scheme(run_dir):
     return ws.CUDAIPCScheme(run_dir)
-
-
-@pytest.fixture
-def peers():
-    """Makes processes, and ends them after the test."""
-    made = []
-
-    def make(count):
-        made.extend(Peer() for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for peer in made:
-        peer.dispose()
 
 
 # -------------------------------------------------------------------- two processes

@@ -1,4 +1,6 @@
-"""Updates by copy plan on a GPU: bfloat16, CUDA graphs, requests running.
+"""Updates by copy plan on a GPU, in bfloat16 with CUDA graphs.
+
+While requests run: the suite of all forms (``test_forms.py``), which updates by plan here, too.
 
 Right is what vLLM's own reload would make of the same weights: ``verify_weights`` does such a
 reload and compares every tensor, bit for bit.
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 import weightsync as ws
+from tests.conftest import newest_slot
 from tests.gpu.test_forms import arguments, sharp
 from tests.vllm.conftest import PROMPTS, greedy, llama_config, stop
+from weightsync.testing.faults import corrupt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,8 +117,7 @@ def test_fifty_updates_are_what_the_reload_makes_of_the_same_weights(ends):
     assert seen[0] - seen[1] < 64 << 20, seen
 
 
-def test_requests_that_run_meet_whole_versions(ends):
-    """Each answer is one of a version before, after, or of both: never of a mix."""
+def test_a_version_that_comes_again_gives_the_same_tokens(ends):
     llm, config, sender, receiver = ends
     tokens = {}
     models = [sharp(config, seed).cuda() for seed in range(4)]
@@ -137,14 +140,7 @@ def test_a_slot_that_was_changed_is_refused_and_the_former_version_stays(ends, s
         receiver.poll_and_apply(timeout=10)
     tokens = greedy(llm, PROMPTS, 20)
     sender.update_weights(second, version=3)
-    status = sender.scheme.inspect()
-    found = next(slot for slot in status.slots if slot.version == status.version)
-    path = f"{sender.scheme.path}/{found.generation}/slot{found.slot}.bin"
-    with open(path, "r+b") as file:
-        file.seek(5000)
-        byte = file.read(1)
-        file.seek(5000)
-        file.write(bytes([byte[0] ^ 1]))
+    corrupt(newest_slot(sender.scheme), 5000)
     refused = ""
     try:
         receiver.poll_and_apply(timeout=10)

@@ -8,7 +8,7 @@ import torch
 
 import weightsync as ws
 from tests.conftest import WAIT
-from tests.live.processes import Peer, constants, eventually, publish, publish_until, send_from
+from tests.live.processes import constants, eventually, publish, publish_until, send_from
 from tests.live.test_readahead import Engine
 from weightsync.chunks import CHUNK, Geometry
 from weightsync.deadline import Deadline
@@ -31,19 +31,6 @@ NBYTES = 300 * CHUNK + 64_000
 @pytest.fixture
 def device():
     return device_of(torch.device("cuda", 0))
-
-
-@pytest.fixture
-def peer():
-    made = []
-
-    def make():
-        made.append(Peer())
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.dispose()
 
 
 @pytest.fixture

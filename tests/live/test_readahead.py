@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weightsync as ws
+from tests.fakes import watched_windows
 from tests.live.processes import (
     WAIT,
     PeerError,
@@ -17,7 +18,6 @@ from tests.live.processes import (
     send_from,
     value_of,
 )
-from weightsync import upload
 from weightsync.chunks import CHUNK, Geometry
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
@@ -72,18 +72,8 @@ class Engine:
 
 @pytest.fixture
 def copied(monkeypatch):
-    """The windows that were copied here, in turn; each is one chunk long."""
-    monkeypatch.setattr(upload, "WINDOW", CHUNK)
     monkeypatch.setattr(module, "_STILL", 0.2)
-    seen = []
-    plain = upload._Way.copy
-
-    def copy(self, lane, memory, window, base):
-        seen.append(window)
-        plain(self, lane, memory, window, base)
-
-    monkeypatch.setattr(upload._Way, "copy", copy)
-    return seen
+    return watched_windows(monkeypatch)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ linear layers and experts, which a plan leaves to the reload; most tests switch 
 layers are as plain as on a GPU.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.distributed
 from torch import nn
 
 from tests.vllm.conftest import llama_config, mixtral_config
+from tests.vllm.plain import keep
 from tests.vllm.test_architectures import CONFIGS, DEEPSEEK, TEXT, config_of, make, seeing
 from weightsync.device import device_of
 from weightsync.errors import EngineError
@@ -28,13 +27,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parallel():
+def parallel(tmp_path_factory):
     """vLLM's groups of one rank each, which its layers ask for."""
     from vllm import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig()):
-        store = f"file:///dev/shm/weightsync-test-{os.getpid()}-groups"
+        store = f"file://{tmp_path_factory.mktemp('groups')}/store"
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_distributed_environment(1, 0, store, 0, backend)
         distributed.initialize_model_parallel(1, 1)
@@ -48,9 +47,6 @@ def plain(monkeypatch):
     """Linear layers and experts keep their weights as they are loaded."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
-    def keep(layer, remove_weight):
-        layer.cpu_linear = nn.functional.linear
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
     monkeypatch.setattr(cpu_moe, "cpu_prepack_moe_weight", lambda weight, isa: weight)

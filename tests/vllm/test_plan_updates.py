@@ -7,8 +7,10 @@ session. Models of which nothing needs the reload: ``test_copy_plan.py``, and on
 import pytest
 
 import weightsync as ws
+from tests.conftest import newest_slot
 from tests.docs import run
 from tests.vllm.conftest import expected, greedy, llama_config, make_llm, make_model, stop
+from weightsync.testing.faults import corrupt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -64,10 +66,7 @@ def test_a_version_that_fails_half_way_is_undone(llama, ends):
         receiver.poll_and_apply()
     tokens = greedy(llama)
     sender.update_weights(second, version=4)
-    status = sender.scheme.inspect()
-    found = next(slot for slot in status.slots if slot.version == status.version)
-    file = f"{sender.scheme.path}/{found.generation}/slot{found.slot}.bin"
-    damage(file)
+    corrupt(newest_slot(sender.scheme), 5000)
     refused = ""
     try:
         receiver.poll_and_apply()
@@ -84,21 +83,15 @@ def test_a_version_that_fails_half_way_is_undone(llama, ends):
     assert greedy(llama) == expected(second)
 
 
-def damage(path):
-    with open(path, "r+b") as file:
-        file.seek(5000)
-        byte = file.read(1)
-        file.seek(5000)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [False, True], ids=["", "staged"])
 def test_each_rank_writes_and_keeps_its_part_alone(path, tmp_path, stage):
     """TP=2, with layers that are not repacked: rows and columns of each tensor, by plan."""
     config = llama_config()
     config.save_pretrained(tmp_path)
-    llm = make_llm(tmp_path, tensor_parallel_size=2, worker_extension_cls="tests.vllm.plain.Plain")
+    llm = make_llm(
+        tmp_path, tensor_parallel_size=2, worker_extension_cls="tests.vllm.plain_worker.Plain"
+    )
     try:
         scheme = ws.DoubleBufferScheme(path)
         receiver = scheme.create_receiver(llm, apply="plan", stage=stage)

@@ -6,10 +6,10 @@ request writes a version, and no session of vLLM's is begun. The engine is in th
 
 import pytest
 import torch
-from torch import nn
 
 import weightsync as ws
 from tests.vllm.conftest import expected, greedy, llama_config, make_llm, make_model, stop
+from tests.vllm.plain import keep
 from weightsync.vllm_worker import compat, sleep
 from weightsync.vllm_worker.loading import Loader
 
@@ -23,9 +23,6 @@ MODELS = {number: make_model(llama_config(), seed=number) for number in (1, 2, 3
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     from vllm.model_executor.layers import utils
-
-    def keep(layer, remove_weight):
-        layer.cpu_linear = nn.functional.linear
 
     folder = tmp_path_factory.mktemp("plain")
     llama_config().save_pretrained(folder)

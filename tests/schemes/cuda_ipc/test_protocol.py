@@ -13,7 +13,7 @@ from tests.conftest import assert_all_same
 from tests.schemes.cuda_ipc import host
 from tests.schemes.cuda_ipc.host import HostExchange, HostIPCScheme
 from weightsync.deadline import Deadline
-from weightsync.testing.processes import Peer, PeerError, eventually
+from weightsync.testing.processes import PeerError, eventually
 from weightsync.testing.weights import constants
 
 
@@ -23,20 +23,6 @@ def scheme(run_dir):
     HostExchange.made.clear()
     HostExchange.opened.clear()
     shutil.rmtree(run_dir + ".memory", ignore_errors=True)
-
-
-@pytest.fixture
-def peers():
-    """Makes processes, and ends them after the test."""
-    made = []
-
-    def make(count):
-        made.extend(Peer() for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for peer in made:
-        peer.dispose()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.conftest import WAIT, Ends, as_bytes, assert_all_same, assert_same, copy_of
+from tests.conftest import WAIT, Ends, as_bytes, assert_all_same, assert_same, copy_of, newest_slot
 from weightsync.deadline import Deadline
 from weightsync.errors import (
     CorruptError,
@@ -16,6 +16,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.report import ReceiverReport
+from weightsync.testing.faults import corrupt
 from weightsync.transport import Targets
 
 WEIGHTS = {"a": torch.arange(10.0), "b": torch.tensor(5), "c": torch.rand(700_000)}
@@ -39,17 +40,6 @@ def snapshot(sender, subscriber):
     version = sender.update_weights(version=1).version
     with subscriber.snapshot(version, Deadline(WAIT)) as snapshot:
         yield snapshot
-
-
-def corrupt(ends, at):
-    """Flip one bit of the slot under the head."""
-    status = ends.scheme().inspect()
-    slot = next(s for s in status.slots if s.version == status.version)
-    with open(f"{ends.path}/{slot.generation}/slot{slot.slot}.bin", "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 class TestWaiting:
@@ -194,7 +184,7 @@ class TestVerification:
 
     @pytest.mark.parametrize(("at", "name"), [(0, "a"), (39, "a"), (64, "b"), (2_000_000, "c")])
     def test_one_bit(self, ends, snapshot, at, name):
-        corrupt(ends, at)
+        corrupt(newest_slot(ends.scheme()), at)
         with pytest.raises(CorruptError, match=f"'{name}'"):
             snapshot.verify()
         with pytest.raises(CorruptError):
@@ -207,17 +197,17 @@ class TestVerification:
 
     def test_padding_counts(self, ends, snapshot):
         """Between tensors nobody looks, but a stray write there is a stray write."""
-        corrupt(ends, 50)
+        corrupt(newest_slot(ends.scheme()), 50)
         with pytest.raises(CorruptError):
             snapshot.verify()
 
     def test_other_tensors_are_not_blamed(self, ends, snapshot):
-        corrupt(ends, 2_500_000)
+        corrupt(newest_slot(ends.scheme()), 2_500_000)
         snapshot.verify(["a", "b"])
 
     def test_switched_off(self, ends, sender):
         version = sender.update_weights(version=1).version
-        corrupt(ends, 0)
+        corrupt(newest_slot(ends.scheme()), 0)
         subscriber = ends.scheme(verify=False).create_subscriber()
         with subscriber.snapshot(version, Deadline(WAIT)) as snapshot:
             snapshot.verify()
