@@ -4,6 +4,8 @@ Its workers are told to leave linear layers as they are loaded, as those of a GP
 request writes a version, and no session of vLLM's is begun. The engine is in this process.
 """
 
+import time
+
 import pytest
 import torch
 
@@ -107,6 +109,35 @@ def test_a_write_that_breaks_off_is_undone(plain, ends, monkeypatch, sessions):
     update(ends, 4, 3)
     assert greedy(plain) == expected(MODELS[3])
     assert sessions == []
+
+
+def test_what_is_published_meanwhile_is_not_read_over_what_is_being_written(
+    plain, path, monkeypatch
+):
+    """The next version is read ahead into the same memory, and waits for its turn."""
+    scheme = ws.DoubleBufferScheme(path, slots=3)
+    receiver = scheme.create_receiver(plain, stage=True)
+    with scheme.create_sender() as sender, receiver:
+        sender.connect()
+        receiver.connect()
+        for number in (1, 2):
+            update((sender, receiver), number, number)
+        replay, held = Loader.replay, []
+
+        def after_the_next_version(self, snapshot, staging, *arguments):
+            if not held:
+                sender.update_weights(MODELS[1], version=4)
+                time.sleep(0.2)  # a look every few milliseconds
+                held.append(staging.version)
+            return replay(self, snapshot, staging, *arguments)
+
+        monkeypatch.setattr(Loader, "replay", after_the_next_version)
+        assert update((sender, receiver), 3, 3).version.number == 3
+        assert held[0].number == 3
+        assert greedy(plain) == expected(MODELS[3])
+        assert receiver.verify_weights().ok
+        assert receiver.poll_and_apply(timeout=10).version.number == 4
+        assert greedy(plain) == expected(MODELS[1])
 
 
 def test_a_tensor_that_moved_is_written_where_it_is_now(plain, ends, sessions):

@@ -263,6 +263,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._error:
             raise EngineError(self._error)
         if self._staged != version:
+            # One that was given up may still be at it, in the memory that this one needs.
+            given_up = self._last_staging
+            if given_up is not None and not given_up.over.wait(deadline.remaining):
+                raise DeadlineError("a version asked for earlier is still being opened")
             self._keep(self._open(url, version, deadline), version)
 
     def finish_weight_update(self) -> None:
@@ -391,8 +395,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _keep(self, snapshot: Snapshot, version: Version) -> None:
-        self._release_snapshot()
-        self._snapshot, self._staged = snapshot, version
+        """From now on, until it is released; what is standing by is of this version already."""
+        former, self._snapshot, self._staged = self._snapshot, snapshot, version
+        if former is not None:
+            former.close()
         self._watch_driver(snapshot)
 
     def _watch_driver(self, snapshot: Snapshot) -> None:
@@ -600,11 +606,13 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._release_snapshot()
 
     def _release_snapshot(self) -> None:
+        # Forgotten first: a driver may die while its version is being written, and what changes
+        # under that from here on is not held.
+        snapshot, self._snapshot, self._staged = self._snapshot, None, None
         if self._standby is not None:
             self._standby.release()
-        if self._snapshot is not None:
-            self._snapshot.close()
-        self._snapshot = self._staged = None
+        if snapshot is not None:
+            snapshot.close()
 
     def _guard(self, action: Callable[[], object]) -> None:
         try:
