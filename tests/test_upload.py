@@ -388,6 +388,12 @@ def test_only_what_is_written_is_read(device, monkeypatch):
     assert (staging.buffer.numpy() == right).all()
 
 
+def assert_kept(staging, places, slot):
+    begins = staging.addresses(places.offset) - staging.buffer.data_ptr()
+    for begin, at, count in zip(begins, places.offset, places.length, strict=True):
+        assert (staging.buffer.numpy()[begin : begin + count] == slot.data[at : at + count]).all()
+
+
 def test_parts_of_a_version_are_followed(device):
     places, _ = half(device)
     selection = Selection.of(places.offset, places.length, LAYOUT.nbytes)
@@ -399,9 +405,36 @@ def test_parts_of_a_version_are_followed(device):
         staging.take(slot, VERSION, Deadline(WAIT))
     slot.data[3 * CHUNK] ^= 1
     staging.take(slot, VERSION, Deadline(WAIT))
-    begins = staging.addresses(places.offset) - staging.buffer.data_ptr()
-    for begin, at, count in zip(begins, places.offset, places.length, strict=True):
-        assert (staging.buffer.numpy()[begin : begin + count] == slot.data[at : at + count]).all()
+    assert_kept(staging, places, slot)
+
+
+def test_parts_that_were_read_too_early_are_not_kept(device):
+    """Whoever says that more is written than is there: only digests are believed."""
+    places, _ = half(device)
+    selection = Selection.of(places.offset, places.length, LAYOUT.nbytes)
+    staging = Staging(device, Geometry(LAYOUT), selection)
+    slot = Slot(LAYOUT)
+    right = slot.data.copy()
+    slot.data[:] = 0
+    assert staging.follow(Writing(slot, LAYOUT.nbytes), lambda: False)
+    slot.data[:] = right
+    staging.take(slot, VERSION, Deadline(WAIT))
+    assert (staging.version, staging.attempt) == (VERSION, slot.attempt)
+    assert_kept(staging, places, slot)
+    # From now on it is known that there is no use in it.
+    assert not staging.follow(Writing(Slot(LAYOUT, seed=1, attempt=2)), lambda: False)
+    assert staging.version == VERSION
+
+
+def test_parts_that_are_not_verified_are_read_once(device, monkeypatch):
+    places, _ = half(device)
+    selection = Selection.of(places.offset, places.length, LAYOUT.nbytes)
+    staging = Staging(device, Geometry(LAYOUT), selection)
+    slot = Slot(LAYOUT, verified=False)
+    assert staging.follow(Writing(slot), lambda: False)
+    monkeypatch.setattr(Staging, "_fetch", None)
+    staging.take(slot, VERSION, Deadline(WAIT))
+    assert_kept(staging, places, slot)
 
 
 def test_following_ends_when_it_is_told_to(device):

@@ -171,6 +171,7 @@ class Staging:
         self.attempt = 0
         self._lane, self._digesting = device.lane(), device.lane()
         self._there = [False] * len(self._way.windows)
+        self._ahead = True  # whether what is read ahead can be of use
         device.current().wait()  # the memory may have been another tensor's, still in use there
 
     @property
@@ -182,7 +183,9 @@ class Staging:
         return self._way.selection.places(offsets) + self.buffer.data_ptr()
 
     def follow(self, arriving: Arriving, give_up: Callable[[], bool]) -> bool:
-        """Read a version while it is being written. False: not to its end."""
+        """Read a version while it is being written. False: not to its end, or of no use."""
+        if not self._ahead:
+            return False
         self._begin(arriving.attempt)
         arriving.memory.page_lock(self.device)
         queue = _Queue()
@@ -218,10 +221,14 @@ class Staging:
     def take(self, memory: Memory, version: Version, deadline: Deadline) -> None:
         """Have a leased version here, and verified; what was read ahead of it is not read again.
 
+        Parts of chunks are read now: those read ahead could be compared with nothing, so that how
+        much was written would have to be believed.
+
         Raises:
             CorruptError: some chunks are not what they were. DeadlineError: it took too long.
         """
-        self._begin(memory.attempt)
+        self._ahead = self._way.selection.whole or memory.digests is None
+        self._begin(memory.attempt if self._ahead else 0)
         memory.page_lock(self.device)
         self._way.require_right(memory)
         ahead = any(self._there)
@@ -235,7 +242,7 @@ class Staging:
         if wrong:
             self._begin(0)
             raise memory.wrong(wrong)
-        self.version = version
+        self.version, self.attempt = version, memory.attempt
 
     def _read(self, memory: Memory, deadline: Deadline) -> None:
         queue = _Queue()
