@@ -33,10 +33,11 @@ def share_of_accepted(llm):
 
 
 @contextmanager
-def updating(llm, path, *targets):
+def updating(llm, path, *targets, **options):
     """Sends to what is named, and sees that it holds it."""
     scheme = ws.DoubleBufferScheme(f"{path}-{'-'.join(targets)}")
-    with scheme.create_sender() as sender, scheme.create_receiver(llm, targets=targets) as receiver:
+    receiver = scheme.create_receiver(llm, targets=targets, **options)
+    with scheme.create_sender() as sender, receiver:
         sender.connect()
         sender.attach(receiver)
 
@@ -45,6 +46,22 @@ def updating(llm, path, *targets):
             assert receiver.verify_weights().ok
 
         yield send
+
+
+def test_what_the_model_was_planned_for_is_not_kept_for_its_draft(tmp_path, path):
+    """The two are sent manifests of their own, of which only parts are planned."""
+    large, small = llama_config(num_hidden_layers=6, intermediate_size=2048), llama_config()
+    large.save_pretrained(tmp_path / "model")
+    small.save_pretrained(tmp_path / "draft")
+    llm = speculating(tmp_path / "model", "draft_model", tmp_path / "draft")
+    try:
+        for target, config in (("model", large), ("draft", small), ("model", large)):
+            with updating(llm, path, target, apply="plan", stage=True) as send:
+                for seed in (1, 2, 3):
+                    send(make_model(config, seed))
+        assert greedy(llm) == expected(make_model(large, 3))
+    finally:
+        stop(llm)
 
 
 def test_a_draft_model_is_updated_by_name_and_left_alone_otherwise(tmp_path, path):

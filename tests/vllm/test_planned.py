@@ -153,6 +153,41 @@ def test_a_tensor_that_moved_is_written_where_it_is_now(plain, ends, sessions):
     assert sessions == []
 
 
+def in_a_session_of_vllms(llm, receiver, version):
+    """As a user of vLLM's own methods updates, whom our driver is nothing to."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    url = receiver.scheme.for_workers(receiver.id).to_url()
+    worker.start_weight_update()
+    worker.update_weights({"scheme": url, "version": list(version), "timeout": 10})
+    worker.finish_weight_update()
+    return worker.weight_transfer_engine
+
+
+def test_a_tensor_that_moved_is_found_in_a_session_of_vllms_too(plain, ends):
+    sender, receiver = ends
+    update(ends, 1, 1)
+    model = plain.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    version = sender.update_weights(MODELS[2], version=2).version
+    engine = in_a_session_of_vllms(plain, receiver, version)
+    assert engine._held == version
+    assert greedy(plain) == expected(MODELS[2])
+
+
+def test_a_session_of_vllms_ends_its_lease_after_a_reload_of_ours(plain, ends):
+    sender, receiver = ends
+    update(ends, 1, 1)
+    worker = plain.llm_engine.model_executor.driver_worker.worker
+    sleep.watch(worker).lost.add("model")
+    update(ends, 2, 2)
+    version = sender.update_weights(MODELS[3], version=3).version
+    engine = in_a_session_of_vllms(plain, receiver, version)
+    assert engine._held == version
+    assert engine._snapshot is None
+    assert greedy(plain) == expected(MODELS[3])
+
+
 def test_weights_lost_in_deep_sleep_are_reloaded_once(plain, ends, sessions):
     """What the model derives from weights is lost as well; a plan would not bring it back."""
     update(ends, 1, 1)

@@ -35,16 +35,15 @@ class Standby:
     def prepare(
         self, loaders: Sequence[Loader], device: Device, reader: Subscriber, snapshot: Snapshot
     ) -> None:
-        """Have memory for what the plans of these loaders need, for versions like this one."""
-        planned = [loader for loader in loaders if loader.plan is not None]
-        if not planned or snapshot.memory() is None:
+        """Have memory for what the plans of these loaders, all for this manifest, need of it."""
+        if not loaders or snapshot.memory() is None:
             return
-        plans = [loader.plan for loader in planned]
+        plans = [loader.plan for loader in loaders]
         same = len(plans) == len(self._plans) and all(map(is_, plans, self._plans))
         if same and self._ahead is not None and self._ahead.fits(snapshot.manifest):
             return
         self.close()
-        needed = [loader.needed() for loader in planned]
+        needed = [loader.needed() for loader in loaders]
         begin = np.concatenate([begin for begin, _ in needed])
         length = np.concatenate([length for _, length in needed])
         selection = Selection.of(begin, length, snapshot.manifest.nbytes)

@@ -206,12 +206,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _begin(self, target: str) -> None:
         self._end_former_session()
         self._require_awake()
-        self._look_elsewhere(target)
-        loader = self._loaders.get(target)
-        if loader is not None and not loader.still_holds(compat.models(self._worker)[target]):
-            loader.forget()
         compat.begin_session(self._worker, target)
-        self._target = target
 
     def _look_elsewhere(self, target: str) -> None:
         """What a draft shares with the model comes with the model's weights."""
@@ -238,7 +233,18 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reportable(lambda: self._connect(init_info.scheme))
 
     def start_weight_update(self) -> None:
-        self._reportable(lambda: compat.begin_reload(self.model))
+        self._reportable(self._start_session)
+
+    def _start_session(self) -> None:
+        """For our driver, or for a user of vLLM's own methods, who asks for nothing before."""
+        draft = compat.models(self._worker).get("draft") if self._worker is not None else None
+        self._target = "draft" if self.model is draft else "model"
+        self._last = True
+        self._look_elsewhere(self._target)
+        loader = self._loaders.get(self._target)
+        if loader is not None and not loader.still_holds(self.model):
+            loader.forget()
+        compat.begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._reportable(lambda: self.receive_weights(self.parse_update_info(update_info)))
@@ -389,9 +395,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether a GPU digests the bytes when they come to it: as staged, or in passing."""
         fingerprint = snapshot.manifest.fingerprint
         staged = self._standby is not None and self._standby.holding(snapshot.version) is not None
-        return bool(self._loaders) and all(
-            loader.plans_all(fingerprint) and (staged or loader.verifies)
-            for loader in self._loaders.values()
+        loaders = self._loaders_of(fingerprint)
+        return bool(loaders) and all(
+            loader.plans_all(fingerprint) and (staged or loader.verifies) for loader in loaders
         )
 
     def _keep(self, snapshot: Snapshot, version: Version) -> None:
@@ -446,7 +452,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         note = loader.note()
         device, reader = self._device(), self._subscriber
         if self._standby is not None and device is not None and reader is not None:
-            self._standby.prepare(list(self._loaders.values()), device, reader, snapshot)
+            self._standby.prepare(self._loaders_of(fingerprint), device, reader, snapshot)
             note = "; ".join(filter(None, [note, self._standby.note]))
         encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
         return {"planned": planned, "note": note, "encodes": bool(encodes)}
@@ -502,6 +508,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _loader(self, target: str) -> Loader:
         return self._loaders.setdefault(target, Loader(target, self._apply))
 
+    def _loaders_of(self, fingerprint: str) -> list[Loader]:
+        """Those with plans for a manifest. The model and its draft may be sent different ones."""
+        return [loader for loader in self._loaders.values() if loader.plans(fingerprint)]
+
     def _apply_planned(self, request: dict[str, Any]) -> None:
         """Load the ``target`` without a session of vLLM's, which costs more than the copies."""
         target, version = str(request["target"]), Version.parse(request["version"])
@@ -538,7 +548,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load_by_session(self, target: str, snapshot: Snapshot, deadline: Deadline) -> None:
         compat.begin_session(self._worker, target)
-        self._target, self._last = target, False
+        self._last = False
         self._load_in_session(snapshot, deadline)
         compat.end_session(self._worker)
 
