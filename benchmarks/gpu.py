@@ -104,6 +104,7 @@ def run(arguments: list[str], limit: float, rows: Rows) -> str:
 
         timer = threading.Timer(limit, stop)
         timer.start()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the process
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -233,14 +234,24 @@ def draw(source: str, target: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="1b,7b,moe")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--soak", type=int, default=0, help="updates, each verified")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="for all of it")
-    parser.add_argument("--limit", type=float, default=300.0, help="for one shape")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--shapes", default="1b,7b,moe", help="of: tiny, 1b, 7b, moe (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="updates measured for each path (%(default)s)"
+    )
+    parser.add_argument(
+        "--soak", type=int, default=0, metavar="N", help="N more updates, each verified"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1800.0, help="for all of it (%(default).0f)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds for one shape (%(default).0f)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="keep what is measured, as it comes")
     parser.add_argument("--show", metavar="JSON", help="the table of a run before")
-    parser.add_argument("--draw", nargs=2, metavar=("JSON", "IMAGE"))
+    parser.add_argument("--draw", nargs=2, metavar=("JSON", "IMAGE"), help="a plot of a run before")
     options = parser.parse_args()
     if options.draw:
         draw(*options.draw)
@@ -248,9 +259,25 @@ def main() -> None:
     if options.show:
         rows = json.loads(Path(options.show).read_text())["rows"]
     else:
+        if why := unable():
+            parser.exit(2, f"gpu.py: {why}\n")
         rows = measure(options)
     show(rows)
     print(*judge(rows), sep="\n")
+    if any("error" in row for row in rows):
+        sys.exit(1)  # some paths were not measured; their rows say why
+
+
+def unable() -> str:
+    """Why nothing can be measured here, or nothing."""
+    missing = [name for name in ("torch", "vllm", "rich") if find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)} in this environment"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU and a torch that was built for CUDA; torch sees no such device"
+    return ""
 
 
 if __name__ == "__main__":

@@ -156,7 +156,11 @@ def fastest(way: Callable[[], object]) -> float:
 
 
 def train(pipe: Connection, shape: str) -> None:
-    trainer = Trainer(shape)
+    try:
+        trainer = Trainer(shape)
+    except Exception as error:
+        pipe.send(TrainerError(f"{type(error).__name__}: {error!s:.300}"))
+        return
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         name, arguments = request
@@ -360,9 +364,9 @@ class Bench:
 
     # ------------------------------------------------------------ ours
 
-    def ours(self, path: str, url: str, limit: float | None, soak: int = 0, **options: Any) -> None:
-        times: dict[str, list[float]] = {}
-        memory = Memory()
+    @contextmanager
+    def receiving(self, url: str, **options: Any) -> Iterator[ws.Receiver]:
+        """A receiver on the engine that has what the trainer sent before, warm."""
         if url != self.url:
             self.ask("shutdown")
             self.ask("connect", url)
@@ -371,11 +375,19 @@ class Bench:
         try:
             receiver.connect()
             receiver.poll_and_apply()  # what was sent for the path before
-            for number in range(1, self.rounds + 4):  # three to warm up: both slots are new
-                self.ask("change")
-                self.number += 1
-                report, (began, published), ended = self._update(receiver, self.number)
-                if number > 3:
+            for _ in range(3):  # both slots are new, and plans are made
+                self.change_and_update(receiver)
+            yield receiver
+        finally:
+            receiver.shutdown()
+
+    def ours(self, path: str, url: str, limit: float | None, **options: Any) -> None:
+        times: dict[str, list[float]] = {}
+        memory = Memory()
+        try:
+            with self.receiving(url, **options) as receiver:
+                for _ in range(self.rounds):
+                    report, (began, published), ended = self.change_and_update(receiver)
                     seconds = report.seconds
                     written = [float(n.split()[2]) for n in report.notes if n.startswith("written")]
                     for name, value in (
@@ -386,13 +398,11 @@ class Bench:
                     ):
                         times.setdefault(name, []).append(value * 1e3)
                     times.setdefault("written", []).extend(written)
-            self._require_right(receiver)
-            self.say(path, limit, ours=True, notes=list(report.notes), **times, **memory.row())
-            if soak:
-                self.soak(path, receiver, soak)
+                self._require_right(receiver)
+                notes = list(report.notes)
+                self.say(path, limit, ours=True, notes=notes, **times, **memory.row())
         finally:
             memory.row()
-            receiver.shutdown()
 
     def _require_right(self, receiver: ws.Receiver) -> None:
         """
@@ -406,8 +416,14 @@ class Bench:
             if outcome.different or outcome.unchecked or not outcome.checked:
                 raise AssertionError(f"the engine holds something else: {outcome!s:.200}")
 
-    def _update(self, receiver: ws.Receiver, number: int) -> tuple[Any, tuple[float, float], float]:
-        self.pipe.send(("publish", (number,)))
+    def change_and_update(self, receiver: ws.Receiver) -> tuple[Any, tuple[float, float], float]:
+        """
+        Returns:
+            The report; when the trainer's call began and ended; when the engine had gone on.
+        """
+        self.ask("change")
+        self.number += 1
+        self.pipe.send(("publish", (self.number,)))
         report = None
         until = time.monotonic() + PATIENCE
         while report is None and time.monotonic() < until and not self.pipe.poll():
@@ -420,7 +436,12 @@ class Bench:
             raise TrainerError("it was published, and the receiver saw nothing")
         return report, published, ended
 
-    def soak(self, path: str, receiver: ws.Receiver, updates: int) -> None:
+    def soak(self, path: str, url: str, updates: int, **options: Any) -> None:
+        with self.receiving(url, **options) as receiver:
+            found = self.soaked(receiver, updates)
+        self.say(f"{path}: soak", soak=found)
+
+    def soaked(self, receiver: ws.Receiver, updates: int) -> dict[str, float]:
         """Updates with requests running, each compared with a dry run of vLLM's own reload.
 
         ``met``: at how many updates requests were unfinished before it and after it.
@@ -448,9 +469,7 @@ class Bench:
                 running.add(f"soak-{begun}")
             listen(0.3)  # all that has come meanwhile, so that it is known which still run
             before = set(running)
-            self.ask("change")
-            self.number += 1
-            self._update(receiver, self.number)
+            self.change_and_update(receiver)
             listen(0.3)
             met += bool(before & running)
             outcome = receiver.verify_weights()
@@ -459,8 +478,7 @@ class Bench:
         listen(PATIENCE)
         lost = (free[updates // 5] - free[-1]) / 1e6
         counts = {"updates": updates, "met": met, "wrong": wrong, "tokens": tokens}
-        found = {**counts, "requests": begun, "grown MB": lost}
-        self.say(f"{path}: soak", soak=found)
+        return {**counts, "requests": begun, "grown MB": lost}
 
     # ------------------------------------------------------------ others
 
@@ -548,7 +566,7 @@ def main() -> None:
         ]
         for path, url, limit, more in paths:
             with bench.trying(path):
-                bench.ours(path, url, limit, options.soak if "stage" in more else 0, **more)
+                bench.ours(path, url, limit, **more)
             if url.startswith("cuda-ipc"):
                 bench.others()
         with bench.trying("vLLM's ways, on the GPU"):
@@ -557,6 +575,10 @@ def main() -> None:
                 bench.say(path, flat, apply=times)
         with bench.trying("TorchRL's way: memmap, load_weights"):
             bench.torchrl_way()
+        if options.soak:  # last, since it is long
+            with bench.trying("double buffer, staged: soak"):
+                _, url, _, more = paths[1]
+                bench.soak("double buffer, staged", url, options.soak, **more)
     finally:
         bench.end()
 

@@ -3,6 +3,8 @@
 import importlib
 import json
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +52,16 @@ def test_a_part_that_ends_well_leaves_nothing_to_say(gpu, part):
     rows = gpu.Rows(None)
     assert gpu.run(["7b", "weightsync"], 60.0, rows) == ""
     assert rows.rows == [ROW]
+
+
+def test_a_machine_that_cannot_measure_is_told_at_once():
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--shapes", "tiny"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu.py: needs ")
 
 
 def test_the_table_has_measured_paths_and_those_that_failed(gpu, capsys):
@@ -142,6 +154,8 @@ def bench(gpu):
     paths = importlib.import_module("gpu_paths")
     bench = object.__new__(paths.Bench)
     bench.pipe, trainer = multiprocessing.Pipe()
+    bench.number = 0
+    trainer.send(None)  # has changed its weights
     return paths, bench, trainer
 
 
@@ -156,23 +170,23 @@ class Polled:
 def test_an_update_ends_with_both_sides_answers(bench):
     _, bench, trainer = bench
     trainer.send((1.0, 2.0))  # published before the receiver looked
-    report, published, _ = bench._update(Polled("report"), 1)
+    report, published, _ = bench.change_and_update(Polled("report"))
     assert (report, published) == ("report", (1.0, 2.0))
-    assert trainer.recv() == ("publish", (1,))
+    assert [trainer.recv(), trainer.recv()] == [("change", ()), ("publish", (1,))]
 
 
 def test_a_trainer_that_fails_ends_the_round_with_its_words(bench):
     paths, bench, trainer = bench
     trainer.send(paths.TrainerError("NoRoomError: too little"))
     with pytest.raises(paths.TrainerError, match="too little"):
-        bench._update(Polled(), 1)
+        bench.change_and_update(Polled())
 
 
 def test_a_version_that_the_receiver_does_not_see_is_no_update(bench):
     paths, bench, trainer = bench
     trainer.send((1.0, 2.0))
     with pytest.raises(paths.TrainerError, match="saw nothing"):
-        bench._update(Polled(), 1)
+        bench.change_and_update(Polled())
 
 
 def test_a_run_is_drawn(gpu, tmp_path):
