@@ -85,7 +85,18 @@ def test_rows_merge_where_both_sides_touch():
 def plan(rows, conversions=(), sizes=(100, 100, 100)):
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     return CopyPlan(
-        "", *columns, tuple(conversions), {}, (), 0, 1.0, np.array(sizes), (), Facts.of([])
+        "",
+        *columns,
+        tuple(conversions),
+        {},
+        (),
+        0,
+        1.0,
+        np.array(sizes),
+        nn.Module(),
+        (),
+        (),
+        Facts.of([]),
     )
 
 

@@ -9,8 +9,9 @@ computed, or that something else is derived from. When in doubt a layer falls ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from weightsync.manifest import Manifest
 from weightsync.tensors import Addresses, Facts
 from weightsync.vllm_worker.planning import Outcome, Planner
 from weightsync.vllm_worker.runs import Geometry
+
+_IS_META = attrgetter("is_meta")
 
 _SHORTEST = 64
 """Bytes of a run, below which it is not worth a row of its own."""
@@ -77,20 +80,28 @@ class CopyPlan:
     nbytes: int
     share: float
     _sizes: Addresses
+    _model: nn.Module
+    _links: tuple[tuple[nn.Module, str, nn.Module], ...]
     _places: tuple[tuple[nn.Module, str], ...]
     _facts: Facts
 
     def holds(self, model: nn.Module) -> bool:
         """Whether every tensor that is written is still where and what it was."""
-        layers = set(map(id, model.modules()))
+        # Asked at every update, between two steps: so the way to each layer is followed, and not
+        # all of the model walked.
+        linked = (parent._modules.get(name) is layer for parent, name, layer in self._links)
+        if model is not self._model or not all(linked):
+            return False
         now = []
         for layer, name in self._places:
             parameter = layer._parameters.get(name)
             tensor = layer._buffers.get(name) if parameter is None else parameter
-            if tensor is None or tensor.is_meta or id(layer) not in layers:
+            if tensor is None:
                 return False
             now.append(tensor)
-        return Facts.of(now) == self._facts
+        # Parameters of vLLM's are a class whose every attribute is asked for in Python otherwise.
+        with torch._C.DisableTorchFunctionSubclass():
+            return not any(map(_IS_META, now)) and Facts.of(now) == self._facts
 
     def needed(self) -> tuple[Addresses, Addresses, Addresses]:
         """The bytes that rows and conversions read: numbers of tensors, offsets, lengths.
@@ -134,13 +145,13 @@ def make(
     try:
         planner = Planner(model, model_config, manifest)
         planner.run(stream)
-        return _written_down(manifest, planner.outcome())
+        return _written_down(model, manifest, planner.outcome())
     except Exception as error:
         words = f"{type(error).__name__}: {error!s:.500}"
         raise EngineError(f"no copy plan of this model: {words}") from error
 
 
-def _written_down(manifest: Manifest, outcome: Outcome) -> CopyPlan:
+def _written_down(model: nn.Module, manifest: Manifest, outcome: Outcome) -> CopyPlan:
     conversions: list[Conversion] = []
     rows: list[tuple[Addresses, ...]] = []
     for copy in outcome.copies:
@@ -175,9 +186,27 @@ def _written_down(manifest: Manifest, outcome: Outcome) -> CopyPlan:
         nbytes,
         nbytes / max(1, nbytes + outcome.nbytes_reloaded),
         np.array([spec.nbytes for spec in manifest.tensors], dtype=np.int64),
+        model,
+        tuple(_links(model, {layer for layer, _ in places})),
         tuple(places),
         Facts.of(list(places.values())),
     )
+
+
+def _links(
+    model: nn.Module, layers: Collection[nn.Module]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The steps from a model to some of its layers, each as parent, name and child, once."""
+    found = dict(model.named_modules())
+    wanted = [path for path, layer in found.items() if layer in layers and path]
+    on_the_way: set[str] = set()
+    for path in wanted:
+        while path and path not in on_the_way:
+            on_the_way.add(path)
+            path = path.rpartition(".")[0]
+    for path in sorted(on_the_way):
+        parent, _, name = path.rpartition(".")
+        yield found[parent], name, found[path]
 
 
 def _merged(rows: list[tuple[Addresses, ...]]) -> tuple[Addresses, ...]:

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,9 @@ from weightsync.version import Version
 from weightsync.vllm_worker import adapters, answers, compat, sleep, verification
 from weightsync.vllm_worker.loading import Apply, Loader
 from weightsync.vllm_worker.standby import Standby
+
+_MOMENT = 0.002
+"""Seconds that a step of the model may be put off, to save the driver questions."""
 
 _PATIENCE = 5.0
 """Seconds that the end of a worker waits for a version that is still being opened."""
@@ -106,7 +109,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         ==========  ============================================================================
         ``init``    get ready to read from ``scheme``, as reader ``first`` + own number of ``total``
-        ``stage``   lease and verify ``version`` in the background, while requests run
+        ``stage``   lease and verify ``version`` in the background, while requests run; if that
+                    is done in a moment, ``check`` the ``targets`` as well
         ``check``   whether what was staged fits the ``target``; changes nothing
         ``begin``   open a session on the ``target``; one that a crash left open is undone first
         ``load``    load what was staged
@@ -128,7 +132,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             sleep took away; ``lost``: the models that deep sleep left without weights until the
             next full update; ``invalid``: names of other tensors that are lost; what ``verify``
             found; of ``check`` whether the ``target`` is ``planned``, and a ``note`` on how it is
-            loaded.
+            loaded; of ``stage`` these as ``looked``, for each of the targets, or nothing.
         """
         self._worker = worker
         watch = sleep.watch(worker)
@@ -167,6 +171,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._driver = request.get("driver")
             url, version = str(request["scheme"]), Version.parse(request["version"])
             self._stage_in_background(url, version, deadline)
+            return self._check_in_a_moment(request.get("targets", ()))
         elif op == "abandon":
             self._error = self._error or "abandoned: another worker failed"
             compat.end_session(self._worker)
@@ -425,6 +430,13 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         if os.path.exists(process):
             threading.Thread(target=watch, name="weightsync watch", daemon=True).start()
+
+    def _check_in_a_moment(self, targets: Sequence[str]) -> dict[str, Any]:
+        staging = self._staging
+        quick = staging is not None and staging.over.wait(_MOMENT)
+        if not quick or self._error is not None or "weights" in sleep.watch(self._worker).asleep:
+            return {}
+        return {"looked": [self._check(str(target)) for target in targets]}
 
     def _check(self, target: str) -> dict[str, Any]:
         """Load what was staged without changing anything, once for each manifest.

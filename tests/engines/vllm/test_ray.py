@@ -65,6 +65,10 @@ class ActorHandle:
 ActorHandle.__module__ = "ray.actor"
 
 
+class Core:
+    """vLLM's client of its engine, which nobody has put to sleep."""
+
+
 class LLM:
     """As much of vLLM's as it takes to be asked for facts, and to be paused."""
 
@@ -72,7 +76,9 @@ class LLM:
         parallel = SimpleNamespace(world_size=2, data_parallel_size=1)
         transfer = SimpleNamespace(backend="weightsync")
         config = SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer)
-        self.llm_engine = SimpleNamespace(vllm_config=config, is_sleeping=lambda: True)
+        self.llm_engine = SimpleNamespace(
+            vllm_config=config, is_sleeping=lambda: True, engine_core=Core()
+        )
 
     def sleep(self, level, mode):
         raise RuntimeError("no sleep tonight")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import CALL, GRACE, Facts, Mode, VLLMClient
 from weightsync.engines.vllm.facts import adapters_of, facts_of
-from weightsync.engines.vllm.sleeping import deep_sleeps
+from weightsync.engines.vllm.sleeping import sleeps
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class AsyncLLMClient(VLLMClient):
         return adapters_of(self._engine)
 
     def deep_sleeps(self) -> int | None:
-        return deep_sleeps(self._engine.engine_core)
+        return sleeps(self._engine.engine_core).deep
 
     def require_alive(self) -> None:
         if self._engine.errored:

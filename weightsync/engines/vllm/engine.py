@@ -133,42 +133,53 @@ class VLLMEngine(Engine):
     # ---------------------------------------------------------------- while requests run
 
     def stage(self, update: Update, deadline: Deadline) -> None:
-        answers = self._lease(update, deadline)
+        answers = self._lease(update, deadline, self._targets)
         self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
         # Between two steps of the model, and before anything is paused or touched. The memory of
         # an engine asleep is not there to look at.
         self._planned = False
         if "weights" not in self._asleep:
-            looked = [
-                answer
-                for target in self._targets
-                for answer in self._ask({"op": "check", "target": target}, deadline)
-            ]
+            looked = [found for answer in answers for found in answer.get("looked", ())]
+            if len(looked) < len(answers) * len(self._targets):  # some were not that quick
+                looked = [
+                    answer
+                    for target in self._targets
+                    for answer in self._ask({"op": "check", "target": target}, deadline)
+                ]
             self._planned = all(answer.get("planned") for answer in looked)
             self._encodes = any(answer.get("encodes", True) for answer in looked)
             self._notes = tuple(dict.fromkeys(answer.get("note", "") for answer in looked))
 
-    def _lease(self, update: Update, deadline: Deadline) -> list[Answer]:
-        """Have every worker open the version and verify its bytes."""
-        self._ask(
+    def _lease(
+        self, update: Update, deadline: Deadline, targets: Sequence[Target] = ()
+    ) -> list[Answer]:
+        """Have every worker open the version and verify its bytes.
+
+        Args:
+            targets: to check as well, where that is done in a moment.
+        """
+        answers = self._ask(
             {
                 "op": "stage",
                 "scheme": update.url,
                 "version": list(update.version),
                 "timeout": deadline.remaining,
                 "driver": [socket.gethostname(), os.getpid()],
+                "targets": targets,
             },
             deadline,
         )
+        if not any(answer["staging"] for answer in answers):
+            return answers
 
         def attempt() -> list[Answer] | None:
             answers = self._ask({"op": "status"}, deadline)
             return None if any(answer["staging"] for answer in answers) else answers
 
-        answers = deadline.wait(attempt)
-        if answers is None:
+        verified = deadline.wait(attempt)
+        if verified is None:
             raise DeadlineError(f"workers had not verified {update.version} in time")
-        return answers
+        return verified
 
     def unstage(self) -> None:
         with contextlib.suppress(Exception):  # an engine that is gone has nothing to release

@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import CALL, Facts, Mode, VLLMClient
 from weightsync.engines.vllm.facts import adapters_of, facts_of
-from weightsync.engines.vllm.sleeping import deep_sleeps
+from weightsync.engines.vllm.sleeping import Sleeps, sleeps
 from weightsync.errors import EngineDiedError
 
 
@@ -20,6 +20,8 @@ class LLMClient(VLLMClient):
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._awake_at: int | None = None
+        self._paused_at: int | None = None
 
     @property
     def target(self) -> Any:
@@ -33,14 +35,28 @@ class LLMClient(VLLMClient):
             lambda: list(self._llm.collective_rpc(CALL, args=(request,))), deadline, what
         )
 
+    @property
+    def _sleeps(self) -> Sleeps:
+        return sleeps(self._llm.llm_engine.engine_core)
+
     def is_paused(self, deadline: Deadline) -> bool:
-        return bool(self.bounded(self._llm.llm_engine.is_sleeping, deadline, "is_sleeping"))
+        now = self._sleeps.all
+        if self._awake_at == now:  # and nobody has put it to sleep since
+            return False
+        paused = bool(self.bounded(self._llm.llm_engine.is_sleeping, deadline, "is_sleeping"))
+        self._awake_at = None if paused else now
+        return paused
 
     def pause(self, mode: Mode, deadline: Deadline) -> None:
+        before = self._sleeps.all
         self.bounded(lambda: self._llm.sleep(level=0, mode=mode), deadline, "pause")
+        alone = self._awake_at == before and self._sleeps.all == before + 1
+        self._paused_at = before + 1 if alone else None
 
     def resume(self, deadline: Deadline) -> None:
         self.bounded(lambda: self._llm.wake_up(tags=["scheduling"]), deadline, "resume")
+        if self._paused_at == self._sleeps.all:  # by this client alone
+            self._awake_at = self._paused_at
 
     def wake(self, tags: Sequence[str], deadline: Deadline) -> None:
         self.bounded(lambda: self._llm.wake_up(tags=list(tags)), deadline, "wake_up")
@@ -84,7 +100,7 @@ class LLMClient(VLLMClient):
         return adapters_of(self._llm.llm_engine)
 
     def deep_sleeps(self) -> int | None:
-        return deep_sleeps(self._llm.llm_engine.engine_core)
+        return self._sleeps.deep
 
     def require_alive(self) -> None:
         # vLLM notices, but does not tell a call that waits for it.

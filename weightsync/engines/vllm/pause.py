@@ -11,13 +11,26 @@ import json
 import threading
 import time
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError
 
-_turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+
+@dataclass(eq=False)
+class _Turn:
+    """
+    Attributes:
+        stopped: a driver of this process paused the engine, and has not resumed it.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stopped: bool = False
+
+
+_turns: weakref.WeakKeyDictionary[Any, _Turn] = weakref.WeakKeyDictionary()
 _turns_lock = threading.Lock()
 
 
@@ -46,13 +59,13 @@ class Pause:
         Raises:
             DeadlineError: another driver of this process does not end its own.
         """
-        if not self._turn.acquire(timeout=deadline.remaining):
+        if not self._turn.lock.acquire(timeout=deadline.remaining):
             raise DeadlineError(f"the {self._client.name} was in another update all the time")
         self._has_turn = True
         self.seconds = None
         if not self._is_paused_by_user(deadline):
             self._began = True
-            self._ask("pausing", deadline)
+            self._announce(True, deadline)
             self._stopped = time.perf_counter()
             self._client.pause(self._mode, deadline)
 
@@ -68,16 +81,18 @@ class Pause:
                 self.seconds = time.perf_counter() - self._stopped if self._began else None
                 self._began = False
                 with contextlib.suppress(Exception):  # the engine itself runs
-                    self._ask("resumed", Deadline(GRACE))
+                    self._announce(False, Deadline(GRACE))
         finally:
             if self._has_turn:
                 self._has_turn = False
-                self._turn.release()
+                self._turn.lock.release()
 
     def _is_paused_by_user(self, deadline: Deadline) -> bool:
         """Not by a driver of ours that did not live to resume it."""
         if not self._client.is_paused(deadline):
             return False
+        if self._client.ends_with_us:
+            return not self._turn.stopped
         return not any(json.loads(text).get("paused") for text in self._ask("status", deadline))
 
     def _insist_on_resuming(self, deadline: Deadline) -> None:
@@ -92,13 +107,19 @@ class Pause:
                     raise
                 time.sleep(min(0.1, deadline.remaining))
 
+    def _announce(self, stopped: bool, deadline: Deadline) -> None:
+        """Have it known who paused the engine, should this process not live to resume it."""
+        self._turn.stopped = stopped
+        if not self._client.ends_with_us:
+            self._ask("pausing" if stopped else "resumed", deadline)
+
     def _ask(self, op: str, deadline: Deadline) -> list[str]:
         return self._client.ask(json.dumps({"op": op}), deadline, op)
 
 
-def _turn_of(target: Any) -> threading.Lock:
+def _turn_of(target: Any) -> _Turn:
     with _turns_lock:
         try:
-            return _turns.setdefault(target, threading.Lock())
+            return _turns.setdefault(target, _Turn())
         except TypeError:  # cannot be referred to weakly: it is one driver's own
-            return threading.Lock()
+            return _Turn()

@@ -1,20 +1,32 @@
-"""Counts how often an engine is put to deep sleep through an object of this process.
+"""Counts how often an engine is put to sleep through an object of this process.
 
 Deep sleep (level 2) takes the weights away for good. Whether they are still there is asked at every
-poll, and must cost no call of the engine: an ``LLM`` may be used by one thread at a time.
+poll, and must cost no call of the engine: an ``LLM`` may be used by one thread at a time. And an
+engine that nobody put to sleep, which is how an ``LLM`` is paused too, need not be asked whether it
+is paused.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
-_COUNTS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+@dataclass
+class Sleeps:
+    """How often an engine was put to sleep: at any level, 0 for a pause; and at level 2."""
+
+    all: int = 0
+    deep: int = 0
 
 
-def deep_sleeps(core: Any) -> int:
-    """How often since the first call for this object.
+_COUNTS: weakref.WeakKeyDictionary[Any, Sleeps] = weakref.WeakKeyDictionary()
+
+
+def sleeps(core: Any) -> Sleeps:
+    """Since the first call for this object.
 
     Not seen is who reaches the engine another way: ``collective_rpc("sleep")``, another process.
 
@@ -22,7 +34,7 @@ def deep_sleeps(core: Any) -> int:
         core: vLLM's client of its engine core, through which ``LLM`` and ``AsyncLLM`` pass.
     """
     if core not in _COUNTS:
-        _COUNTS[core] = 0
+        _COUNTS[core] = Sleeps()
         for name in ("sleep", "sleep_async"):
             if hasattr(core, name):
                 setattr(core, name, _counting(core, getattr(core, name)))
@@ -35,8 +47,9 @@ def _counting(core: Any, sleep: Any) -> Any:
     @functools.wraps(sleep)
     def counted(level: int = 1, *arguments: Any, **options: Any) -> Any:
         owner = here()
-        if level >= 2 and owner is not None:
-            _COUNTS[owner] += 1
+        if owner is not None:
+            _COUNTS[owner].all += 1
+            _COUNTS[owner].deep += level >= 2
         return sleep(level, *arguments, **options)
 
     return counted
