@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("vllm")
 
