@@ -143,3 +143,18 @@ def test_a_draft_that_the_engine_does_not_have_is_said_so(llm, path):
             sender.attach(receiver)
             with pytest.raises(ws.ReceiverError, match="no draft model"):
                 sender.update_weights(make_model(llama_config(**CONFIG), seed=5), version=1)
+
+
+def test_nothing_is_compared_with_a_version_that_went_with_its_sender(llm, path):
+    """In place of a wait of minutes for a sender that has ended as it should."""
+    scheme = ws.DoubleBufferScheme(path)
+    with scheme.create_sender() as sender, scheme.create_receiver(llm) as receiver:
+        sender.connect()
+        receiver.connect()
+        sender.update_weights(make_model(llama_config(**CONFIG), seed=6), version=1)
+        receiver.poll_and_apply(timeout=10)
+        assert receiver.verify_weights().ok
+        sender.shutdown()
+        with pytest.raises(ws.VersionGoneError, match="is gone"):
+            receiver.verify_weights()
+        assert receiver.ready

@@ -52,7 +52,7 @@ def ask(run_dir):
     with scheme.create_sender() as sender:
         sender.connect()
         report = sender.update_weights({"w": torch.ones(3)}, version=1)
-        ask.epoch, ask.engine = report.version.epoch, engine
+        ask.epoch, ask.engine, ask.sender = report.version.epoch, engine, sender
         ask("init", first=0, total=1)
         yield ask
         engine.shutdown()
@@ -78,6 +78,15 @@ def test_a_version_that_is_not_there_is_said_so_and_forgotten(ask):
     assert "VersionGoneError" in staged(ask)["error"]
     ask("stage")
     assert staged(ask)["error"] is None
+
+
+def test_a_version_whose_sender_has_ended_is_not_waited_for(ask):
+    ask("stage")
+    assert staged(ask)["error"] is None
+    ask("release")
+    ask.sender.shutdown()
+    ask("stage", timeout=600)
+    assert "VersionGoneError" in staged(ask)["error"]
 
 
 def test_what_was_given_up_is_waited_for_by_nobody_and_kept_by_nobody(ask, monkeypatch):

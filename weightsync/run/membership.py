@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineError, ProtocolError, WeightSyncError
+from weightsync.errors import DeadlineError, ProtocolError, VersionGoneError, WeightSyncError
 from weightsync.files import Directory, Lock, WatchedFile, is_locked
 from weightsync.report import ReceiverReport
 from weightsync.run.records import (
@@ -19,6 +19,9 @@ from weightsync.run.records import (
     require_receiver_id,
 )
 from weightsync.version import Version
+
+_LAG = 5.0
+"""Seconds after which a run that others know of is there on every host that has it mounted."""
 
 
 class Announcement(Protocol):
@@ -68,6 +71,7 @@ class Membership(Generic[A]):
         self._head_name = head
         self._parse = parse
         self._run: Directory | None = None
+        self._reached = False
         self._mine: Lock | None = None
         self._said: ReceiverReport | None = None
         self._watched: WatchedFile | None = None
@@ -86,14 +90,26 @@ class Membership(Generic[A]):
             )
 
     def reach(self, deadline: Deadline) -> None:
-        """Find the run for reading: a version in it matters, not who is alive."""
+        """Find the run for reading: a version in it matters, not who is alive.
+
+        Raises:
+            VersionGoneError: the run is gone: its sender has ended, and its versions do not come
+                back. Said at once by who has read from it before.
+        """
+        patience = deadline.at_most(0 if self._reached else _LAG)
+        if patience.wait(self._find) is None:
+            raise VersionGoneError(
+                f"{self.path} is gone, and its versions with it: has its sender ended?"
+            )
+
+    def _find(self) -> bool | None:
         with self._looking:
-            if self._run is not None and self._run.exists:
-                return
-            try:
-                self._look_at(Directory.open(self.path))
-            except FileNotFoundError:
-                self.open(deadline)
+            if self._run is None or not self._run.exists:
+                try:
+                    self._look_at(Directory.open(self.path))
+                except FileNotFoundError:
+                    return None
+            return True
 
     def _attach(self) -> bool | None:
         """Find the run of a live sender, and enter this receiver into it; None to look again.
@@ -148,7 +164,7 @@ class Membership(Generic[A]):
     def _look_at(self, run: Directory) -> None:
         if self._watched is not None:
             self._watched.close()
-        self._run = run
+        self._run, self._reached = run, True
         self._watched = WatchedFile(run, self._head_name, MAX_RECORD)
         self._seen = None
 

@@ -18,7 +18,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Update, Verification
 from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
 from weightsync.engines.vllm.pause import Pause
-from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError, VersionGoneError
 from weightsync.version import Version
 
 Target = Literal["model", "draft"]
@@ -311,6 +311,12 @@ class VLLMEngine(Engine):
                 for target in self._targets
                 for answer in self._ask({"op": "verify", "target": target}, deadline)
             ]
+        except EngineError as error:
+            # In an update it means that a newer one is there; here that there is nothing to
+            # compare with.
+            if f": {VersionGoneError.__name__}: " in str(error):
+                raise VersionGoneError(str(error)) from None
+            raise
         finally:
             self.unstage()
         names = list(update.snapshot.manifest.by_name)

@@ -25,6 +25,9 @@ from weightsync.version import Version
 if TYPE_CHECKING:
     from weightsync.schemes.nccl import NCCLScheme
 
+_LAG = 5.0
+"""Seconds after which a receiver has heard of a version that another one has been told of."""
+
 
 class NCCLSubscriber(Subscriber):
     """See :class:`~weightsync.transport.Subscriber`; the protocol is in docs/architecture.md."""
@@ -126,12 +129,13 @@ class NCCLSubscriber(Subscriber):
                 if self._newest == version:
                     self._forget_newest()
                 raise
+        # The sender may just have told others of it that have passed the word on.
+        patience = deadline.at_most(_LAG)
         with self._changed:
-            # The sender may have told others of it that have passed the word on.
             while version not in self._manifests:
-                if deadline.expired or (self._newest is not None and self._newest > version):
+                if patience.expired or (self._newest is not None and self._newest > version):
                     raise VersionGoneError(f"version {version} has not arrived here, or is gone")
-                self._changed.wait(min(0.1, max(deadline.remaining, 0.001)))
+                self._changed.wait(min(0.1, max(patience.remaining, 0.001)))
             return DescribedSnapshot(version, self._manifests[version])
 
     def acknowledge(self, report: ReceiverReport) -> None:
