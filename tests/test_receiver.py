@@ -189,7 +189,45 @@ class TestWrongUse:
         with pytest.raises(ws.EngineError, match="strict"):
             ends.receiver(Recording(), strict=True, connect=False)
 
-    @pytest.mark.parametrize("timeout", [-1, float("nan")])
+    @pytest.mark.parametrize(
+        ("engine", "takes"),
+        [
+            (nn.Linear(1, 1), "strict, pad, cast"),
+            ([nn.Linear(1, 1)], "strict, pad, cast"),
+            (ws.VLLMServer("http://127.0.0.1:1"), "mode, targets, wake, apply, stage"),
+        ],
+        ids=["a module", "a list", "a server"],
+    )
+    def test_an_unknown_option_is_told_which_there_are(self, ends, engine, takes):
+        with pytest.raises(ws.EngineError, match=f"no option 'colour': it takes {takes}$") as error:
+            ends.receiver(engine, colour="red", connect=False)
+        assert "__init__" not in str(error.value)
+
+    def test_an_option_of_another_form_is_not_taken(self, ends):
+        with pytest.raises(ws.EngineError, match="VLLMServer has no option 'attribute'"):
+            ends.receiver(ws.VLLMServer("http://127.0.0.1:1"), attribute="llm", connect=False)
+
+    @pytest.mark.parametrize("value", ["yes", "no", 1, 0, None])
+    @pytest.mark.parametrize("option", ["strict", "pad", "cast", "stage"])
+    def test_what_is_true_or_false_is_nothing_else(self, ends, option, value):
+        """ "no" and 0 would be taken for what they are not, or what they may be by accident."""
+        engine = ws.VLLMServer("http://127.0.0.1:1") if option == "stage" else weights(0)
+        with pytest.raises(ws.EngineError, match=f"{option}=.*: True or False"):
+            ends.receiver(engine, connect=False, **{option: value})
+
+    def test_an_adapter_takes_none_of_the_options_that_are_for_weights(self):
+        server = ws.VLLMServer("http://127.0.0.1:1")
+        with pytest.raises(ws.EngineError, match="no option 'stage'"):
+            ws.VLLMAdapter(server, stage=True)
+        with pytest.raises(ws.EngineError, match="one_name='policy': True or False"):
+            ws.VLLMAdapter(server, one_name="policy")
+
+    @pytest.mark.parametrize("timeout", [-1, float("nan"), True, "60"])
+    def test_the_timeout_of_updates_is_looked_at_before_there_is_one(self, ends, timeout):
+        with pytest.raises(ValueError, match="timeout"):
+            ends.receiver(weights(0), apply_timeout=timeout, connect=False)
+
+    @pytest.mark.parametrize("timeout", [-1, float("nan"), True, "60"])
     def test_timeouts(self, ends, timeout):
         _, receiver = ends.pair(weights(1), weights(0))
         for use in (receiver.connect, receiver.poll_and_apply):

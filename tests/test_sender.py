@@ -283,6 +283,12 @@ class TestWrongUse:
         with pytest.raises((TypeError, ValueError, ws.WeightSyncError), match="receivers"):
             sender.connect(receivers="r1", timeout=0.2)
 
+    @pytest.mark.parametrize("option", ["strict", "merge", "gather"])
+    @pytest.mark.parametrize("value", ["no", 1, 0])
+    def test_what_is_true_or_false_is_nothing_else(self, ends, option, value):
+        with pytest.raises(ws.SourceError, match=f"{option}=.*: True"):
+            ends.sender(weights(1), connect=False, **{option: value})
+
     def test_unknown_options(self, ends):
         with pytest.raises(TypeError, match="colour"):
             ends.scheme().create_sender(weights(1), colour="red")

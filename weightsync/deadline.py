@@ -18,7 +18,8 @@ class Deadline:
     __slots__ = ("_end", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        if not isinstance(seconds, (int, float)) or not seconds >= 0:
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not number or not seconds >= 0:
             raise ValueError(f"a timeout is a number of seconds, not negative: {seconds!r}")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds

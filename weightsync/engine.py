@@ -15,6 +15,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineError
 from weightsync.manifest import Manifest
+from weightsync.options import require_known
 from weightsync.transport import Snapshot
 from weightsync.version import Version
 
@@ -198,6 +199,7 @@ def as_engine(target: Any, **options: Any) -> Engine:
     plugged = [point.load() for point in entry_points(group="weightsync.engines")]
     for accepts, make in [*ENGINES, *plugged]:
         if accepts(target):
+            require_known(type(target).__name__, options, make)
             try:
                 engine: Engine = make(target, **options)
             except TypeError as error:

@@ -89,7 +89,7 @@ class Receiver:
         self.scheme = scheme
         self.id = id or _new_id()
         self._options = options
-        self._apply_timeout = apply_timeout
+        self._apply_timeout = Deadline(apply_timeout).seconds
         self._subscriber = scheme.create_subscriber(self.id)
         self._url = scheme.for_workers(self.id).to_url()
         self._fleet = self._fleet_of(engine, options)

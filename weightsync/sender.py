@@ -74,12 +74,14 @@ class Sender:
     ) -> None:
         self.scheme = scheme
         self._group = group
+        if gather is not None and type(gather) is not bool:
+            raise SourceError(f"gather={gather!r:.80}: True, False or None")
         self._gather = gather
         self._ranks: Ranks | None = None
         self._options = SourceOptions(
             dtype, rename, manifest, keep_dtype, include, exclude, strict, merge
         )
-        self._timeout = timeout
+        self._timeout = Deadline(timeout).seconds
         self._publisher = scheme.create_publisher()
         self._source: WeightSource | None = None
         self._epoch: int | None = None

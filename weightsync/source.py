@@ -54,6 +54,9 @@ class SourceOptions:
             raise SourceError(f"dtype={dtype!r}: a floating-point torch.dtype was expected")
         if rename is not None and not callable(rename):
             raise SourceError(f"rename={rename!r:.80}: a function from name to name was expected")
+        for name in ("strict", "merge"):
+            if type(getattr(self, name)) is not bool:
+                raise SourceError(f"{name}={getattr(self, name)!r:.80}: True or False")
         if self.keep_dtype and dtype is None:
             raise SourceError("keep_dtype= exempts from dtype=, which was not given")
         for name in ("keep_dtype", "include", "exclude"):

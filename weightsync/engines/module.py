@@ -14,6 +14,7 @@ from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import EngineError, MismatchError
 from weightsync.manifest import Manifest, ParamSpec, describe
+from weightsync.options import require_truth
 from weightsync.sources.transformers import checkpoint_of
 from weightsync.tensors import Facts
 from weightsync.transport import Targets
@@ -64,6 +65,7 @@ class ModuleEngine(Engine):
         pad: bool = False,
         cast: bool = False,
     ) -> None:
+        require_truth(strict=strict, pad=pad, cast=cast)
         self._target = target
         self._strict = strict
         self._pad = pad

@@ -66,6 +66,8 @@ def test_it_round_trips(options):
         ({"master_address": ""}, "master_address"),
         ({"master_port": 70000}, "master_port"),
         ({"master_port": "29500"}, "master_port"),
+        ({"master_port": False}, "master_port"),
+        ({"peer_timeout": True}, "peer_timeout"),
         ({"buffers": 0}, "buffers"),
         ({"peer_timeout": 0}, "peer_timeout"),
         ({"peer_timeout": float("nan")}, "peer_timeout"),

@@ -15,6 +15,7 @@ from weightsync.engines.vllm.engine import VLLMEngine
 from weightsync.engines.vllm.llm import LLMClient
 from weightsync.engines.vllm.ray import RayClient
 from weightsync.engines.vllm.server import ServerClient
+from weightsync.options import names_of, require_known
 
 CLIENTS: list[tuple[Callable[[Any], bool], Callable[..., VLLMClient]]] = [
     (llm.accepts, LLMClient),
@@ -35,10 +36,32 @@ def make(target: Any, **options: Any) -> VLLMEngine:
     Args:
         **options: those of :class:`VLLMEngine`, and of the client: an ``AsyncLLM``'s ``loop``, a
             Ray actor's ``attribute``.
+
+    Raises:
+        EngineError: it does not take these options, or values of theirs.
     """
-    client = next((client for recognises, client in CLIENTS if recognises(target)), LLMClient)
-    own = {name: options.pop(name) for name in ("loop", "attribute") if name in options}
+    client = _client(target)
+    require_known(type(target).__name__, options, VLLMEngine, client)
+    own = {name: options.pop(name) for name in names_of(client) or () if name in options}
     return VLLMEngine(client(target, **own), **options)
 
 
-__all__ = ["VLLMEngine", "accepts", "make"]
+def make_client(target: Any, **options: Any) -> VLLMClient:
+    """What talks to an object of vLLM's.
+
+    Args:
+        **options: an ``AsyncLLM``'s ``loop``, a Ray actor's ``attribute``.
+
+    Raises:
+        EngineError: it does not take these options.
+    """
+    client = _client(target)
+    require_known(type(target).__name__, options, client)
+    return client(target, **options)
+
+
+def _client(target: Any) -> Callable[..., VLLMClient]:
+    return next((client for recognises, client in CLIENTS if recognises(target)), LLMClient)
+
+
+__all__ = ["VLLMEngine", "accepts", "make", "make_client"]

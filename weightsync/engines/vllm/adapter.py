@@ -18,6 +18,7 @@ from weightsync.engines.vllm.adapter_names import EachVersion, Names, OneName
 from weightsync.engines.vllm.client import Mode
 from weightsync.errors import EngineError, EngineUnusableError, MismatchError
 from weightsync.manifest import Manifest
+from weightsync.options import require_truth
 from weightsync.sources.adapter import CONFIG_NAME
 from weightsync.version import Version
 
@@ -57,11 +58,13 @@ class VLLMAdapter(Engine):
         directory: str | None = None,
         **form: Any,
     ) -> None:
-        from weightsync.engines.vllm import make
+        from weightsync.engines.vllm import make_client
 
         if mode not in ("keep", "wait", "abort"):
             raise EngineError(f"mode={mode!r}: 'keep', 'wait' or 'abort'")
-        self._client = make(target, **form).client
+        if one_name is not None:
+            require_truth(one_name=one_name)
+        self._client = make_client(target, **form)
         self._name = name
         self._mode = mode
         self._directory = directory

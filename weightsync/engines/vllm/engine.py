@@ -19,6 +19,7 @@ from weightsync.engine import Engine, Update, Verification
 from weightsync.engines.vllm.client import GRACE, Mode, VLLMClient
 from weightsync.engines.vllm.pause import Pause
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError, VersionGoneError
+from weightsync.options import require_truth
 from weightsync.version import Version
 
 Target = Literal["model", "draft"]
@@ -74,6 +75,7 @@ class VLLMEngine(Engine):
             raise EngineError(f"wake={wake!r}: 'weights' or 'all'")
         if apply not in ("auto", "plan", "reload"):
             raise EngineError(f"apply={apply!r}: 'auto', 'plan' or 'reload'")
+        require_truth(stage=stage)
         if stage and apply == "reload":
             raise EngineError("stage=True needs a plan: apply='auto' or 'plan'")
         self.client = client

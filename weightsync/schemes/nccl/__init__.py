@@ -86,17 +86,17 @@ class NCCLScheme(WeightSyncScheme):
                 raise SchemeError(f"{name}={value!r}: a positive number")
         if type(self.verify) is not bool:
             raise SchemeError(f"verify={self.verify!r}: True or False")
-        if not isinstance(self.peer_timeout, int | float) or not self.peer_timeout > 0:
+        if type(self.peer_timeout) not in (int, float) or not self.peer_timeout > 0:
             raise SchemeError(f"peer_timeout={self.peer_timeout!r}: seconds, more than 0")
         for name in ("token", "receiver"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise SchemeError(f"{name}={value!r:.80}: a text was expected")
         self._check_replicas()
-        if self.master_port is None or self.master_port == 0:
-            object.__setattr__(self, "master_port", reserve_port(host))
-        elif type(self.master_port) is not int or not 0 < self.master_port < 65536:
-            raise SchemeError(f"master_port={self.master_port!r}: 1 to 65535")
+        port = 0 if self.master_port is None else self.master_port
+        if type(port) is not int or not 0 <= port < 65536:
+            raise SchemeError(f"master_port={port!r}: 1 to 65535, or 0 for a free one")
+        object.__setattr__(self, "master_port", port or reserve_port(host))
 
     def _check_replicas(self) -> None:
         each = self.gpus_per_replica
