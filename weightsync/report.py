@@ -19,18 +19,25 @@ engine holds no whole version; ``failed``: its set-up failed; ``dead``: its proc
 
 @dataclass(frozen=True)
 class Seconds:
-    """Wall-clock seconds of each phase; phases of several receivers are those of the slowest."""
+    """Wall-clock seconds of each phase; phases of several receivers are those of the slowest.
+
+    A sender's report has all of them, ``apply`` and ``pause`` as its receivers have told it until
+    then; 0 if none has. A receiver's has 0 for ``extract`` and ``transfer``, which the sender
+    knows.
+    """
 
     extract: float = 0.0
     """Trainer: getting the tensors out of the source (gathering, merging, walking the module)."""
     transfer: float = 0.0
     """Trainer: moving the bytes into the transport, digests included, until they are visible."""
     apply: float = 0.0
-    """Engine: from seeing the version to holding it, caches flushed."""
+    """Engine: from beginning with the version to holding it, caches flushed. What it is longer
+    than ``pause`` went into staging, while requests ran: opening and verifying the version, and
+    once for each model looking how it is loaded."""
     pause: float = 0.0
     """Engine: the part of ``apply`` during which no request made progress."""
     total: float = 0.0
-    """The whole call."""
+    """Sender: the whole call. Receiver: as ``apply``."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,8 @@ class SyncReport:
         tensors: number of tensors sent; a tied pair counts once.
         changed: how many of them may differ from the version before. Counted over 1 MiB
             chunks, so small neighbours of a changed tensor count too; 0 means that not a bit
-            changed. ``None`` where there is nothing to compare with, and on receivers.
+            changed. ``None`` where there is nothing to compare with, and in a receiver's report,
+            which does not look for it.
         missing: names the engine has and the sender did not send (receivers, ``strict=False``).
         unexpected: names that were sent and the engine does not have (likewise).
         skipped: the sender found no free buffer and was told not to wait: nothing was published.

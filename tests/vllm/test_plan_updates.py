@@ -4,6 +4,8 @@ Its linear layers are repacked there, so they go by vLLM's reload, and the other
 session. Models of which nothing needs the reload: ``test_copy_plan.py``, and on a GPU.
 """
 
+import re
+
 import pytest
 
 import weightsync as ws
@@ -31,11 +33,34 @@ def test_layers_that_vllm_repacks_are_reloaded_and_the_others_written_in_place(l
     for number in range(1, 5):
         model = make_model(llama_config(), seed=number)
         sender.update_weights(model, version=number)
-        (note,) = receiver.poll_and_apply().notes
+        (note, *staged) = receiver.poll_and_apply().notes
         assert "copies by plan" in note
         assert "hides its weights" in note
+        if number == 1 and staged:
+            (words,) = staged
+            assert words == "not staged: the memory for it was made only now; the next version is"
         assert greedy(llama) == expected(model)
         assert receiver.verify_weights().ok
+    print(note, staged)
+    assert all(re.fullmatch(r"staged: \d+\.\d\d kB kept ready", words) for words in staged)
+
+
+def test_auto_says_why_it_chose_the_reload(llama, path):
+    """The share that a plan would have, and the reasons of what it would not cover."""
+    model = make_model(llama_config(), seed=2)
+    scheme = ws.DoubleBufferScheme(path)
+    with (
+        scheme.create_sender(model) as sender,
+        scheme.create_receiver(llama, stage=True) as receiver,
+    ):
+        sender.connect()
+        receiver.connect()
+        sender.update_weights(version=1)
+        why, staged = receiver.poll_and_apply().notes
+        assert "by vLLM's reload: a plan would cover" in why
+        assert "model.layers.0.self_attn.qkv_proj" in why
+        assert "its kernel hides its weights" in why
+        assert staged == "not staged: no layer is planned"
 
 
 def test_staged_as_documented(llama, path):

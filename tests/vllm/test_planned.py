@@ -79,13 +79,14 @@ def update(ends, number, model):
 
 def test_versions_are_written_without_a_session_of_vllms(plain, ends, sessions):
     for number, model in enumerate((1, 2, 3, 1, 2), start=1):
-        (note, written) = update(ends, number, model).notes
+        (note, *staged, written) = update(ends, number, model).notes
         assert "copies by plan" in note
         assert "reload" not in note
         assert "written in" in written
         assert greedy(plain) == expected(MODELS[model])
         assert ends[1].verify_weights().ok
     assert sessions == []
+    assert [note.partition(":")[0] for note in staged] in ([], ["staged"])
 
 
 def test_a_write_that_breaks_off_is_undone(plain, ends, monkeypatch, sessions):

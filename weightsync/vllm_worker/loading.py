@@ -26,6 +26,7 @@ from weightsync.transport import Memory, Snapshot
 from weightsync.upload import Staging, Through, merged
 from weightsync.vllm_worker import copy_plan
 from weightsync.vllm_worker.copy_plan import CopyPlan
+from weightsync.words import by_reason, size
 
 log = logging.getLogger("weightsync")
 
@@ -34,9 +35,6 @@ Apply = Literal["auto", "plan", "reload"]
 not worth a session of two kinds. ``reload``: nothing is."""
 
 _WORTH = 0.5
-
-_NAMED = 8
-"""Layers that a note names."""
 
 Stream = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -88,7 +86,8 @@ class Loader:
         enough = plan.share > 0 if self._apply == "plan" else plan.share >= _WORTH
         if self._device is None or not enough:
             share = f"a plan would cover {plan.share:.0%} of the bytes"
-            self._why = share if self._device else "this device is not known"
+            why = f"{share}, not {by_reason(plan.fallback)}" if plan.fallback else share
+            self._why = why if self._device else "this device is not known"
             return
         self.plan, self._manifest = plan, manifest
 
@@ -129,18 +128,21 @@ class Loader:
         """Whether the reload is not needed at all."""
         return self.plans_all(fingerprint) and self.holds(model, fingerprint)
 
-    def note(self) -> str:
-        """What becomes of versions, for a report."""
+    def note(self, snapshot: Snapshot) -> str:
+        """What becomes of a version, for a report."""
         plan = self.plan
         if plan is None:
-            return f"{self.target}: by vLLM's reload ({self._why:.300})"
+            return f"{self.target}: by vLLM's reload: {self._why:.1000}"
+        if not self.takes(snapshot):
+            return (
+                f"{self.target}: by vLLM's reload: this version lies neither in memory of this "
+                "process nor on its device"
+            )
         copies = len(plan.length) + len(plan.conversions)
-        words = f"{self.target}: {copies} copies by plan ({plan.nbytes / 1e9:.2f} GB)"
+        words = f"{self.target}: {copies} copies by plan ({size(plan.nbytes)})"
         if plan.fallback:
-            some = [f"{name} ({why})" for name, why in list(plan.fallback.items())[:_NAMED]]
-            more = len(plan.fallback) - len(some)
-            listed = ", ".join(some) + (f" and {more} more" if more else "")
-            words += f"; {len(plan.fallback)} layers by vLLM's reload: {listed}"
+            listed = by_reason(plan.fallback)
+            words += f"; {len(plan.fallback)} layers by vLLM's reload: {listed:.1000}"
         return words
 
     # ---------------------------------------------------------------- the bytes that are needed

@@ -19,16 +19,12 @@ from weightsync.upload import Staging
 from weightsync.version import Version
 from weightsync.vllm_worker.copy_plan import CopyPlan
 from weightsync.vllm_worker.loading import Loader
+from weightsync.words import size
 
 
 class Standby:
-    """
-    Attributes:
-        note: why there is no such copy, for a report.
-    """
-
     def __init__(self) -> None:
-        self.note = ""
+        self._why = ""
         self._ahead: ReadAhead | None = None
         self._plans: list[CopyPlan | None] = []
 
@@ -36,7 +32,11 @@ class Standby:
         self, loaders: Sequence[Loader], device: Device, reader: Subscriber, snapshot: Snapshot
     ) -> None:
         """Have memory for what the plans of these loaders, all for this manifest, need of it."""
-        if not loaders or snapshot.memory() is None:
+        if not loaders:
+            self._why = "no layer is planned"
+            return
+        if snapshot.memory() is None:
+            self._why = "versions of this scheme are read from where they are"
             return
         plans = [loader.plan for loader in loaders]
         same = len(plans) == len(self._plans) and all(map(is_, plans, self._plans))
@@ -50,9 +50,10 @@ class Standby:
         try:
             staging = Staging(device, Geometry(snapshot.manifest), selection)
         except NoRoomError as error:
-            self.note = f"not staged: {error}"
+            self._why = str(error)
             return
-        self.note, self._plans = "", plans
+        self._why = "the memory for it was made only now; the next version is"
+        self._plans = plans
         self._ahead = ReadAhead(reader, staging, snapshot.manifest.fingerprint)
 
     def take(self, snapshot: Snapshot, deadline: Deadline) -> None:
@@ -70,6 +71,13 @@ class Standby:
         if self._ahead is not None and self._ahead.staging.version == version:
             return self._ahead.staging
         return None
+
+    def note(self, version: Version) -> str:
+        """Whether a version is here, and why not, for a report."""
+        staging = self.holding(version)
+        if staging is None:
+            return f"not staged: {self._why}"
+        return f"staged: {size(staging.buffer.nbytes)} kept ready"
 
     def release(self) -> None:
         """The version taken is not needed any more: the next may be read in its place."""

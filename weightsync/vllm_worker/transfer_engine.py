@@ -131,7 +131,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ours paused the engine and has not resumed it; ``asleep``: the tags of memory that
             sleep took away; ``lost``: the models that deep sleep left without weights until the
             next full update; ``invalid``: names of other tensors that are lost; what ``verify``
-            found; of ``check`` whether the ``target`` is ``planned``, and a ``note`` on how it is
+            found; of ``check`` whether the ``target`` is ``planned``, and ``notes`` on how it is
             loaded; of ``stage`` these as ``looked``, for each of the targets, or nothing.
         """
         self._worker = worker
@@ -461,13 +461,13 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             planned = planned and loader.takes(snapshot)
         # Nothing moves the model's tensors between this look and the update that it is for.
         self._looked_at[target] = snapshot.version if planned else None
-        note = loader.note()
+        notes = [loader.note(snapshot)]
         device, reader = self._device(), self._subscriber
         if self._standby is not None and device is not None and reader is not None:
             self._standby.prepare(self._loaders_of(fingerprint), device, reader, snapshot)
-            note = "; ".join(filter(None, [note, self._standby.note]))
+            notes.append(self._standby.note(snapshot.version))
         encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
-        return {"planned": planned, "note": note, "encodes": bool(encodes)}
+        return {"planned": planned, "notes": notes, "encodes": bool(encodes)}
 
     @contextmanager
     def _looking_at(self, target: str) -> Iterator[None]:

@@ -139,7 +139,7 @@ class VLLMEngine(Engine):
         self._asleep = tuple(sorted({tag for answer in answers for tag in answer["asleep"]}))
         # Between two steps of the model, and before anything is paused or touched. The memory of
         # an engine asleep is not there to look at.
-        self._planned = False
+        self._planned, self._notes = False, ()
         if "weights" not in self._asleep:
             looked = [found for answer in answers for found in answer.get("looked", ())]
             if len(looked) < len(answers) * len(self._targets):  # some were not that quick
@@ -150,7 +150,10 @@ class VLLMEngine(Engine):
                 ]
             self._planned = all(answer.get("planned") for answer in looked)
             self._encodes = any(answer.get("encodes", True) for answer in looked)
-            self._notes = tuple(dict.fromkeys(answer.get("note", "") for answer in looked))
+            said = (note for answer in looked for note in answer.get("notes", ()))
+            self._notes = tuple(dict.fromkeys(said))
+        elif self._way["stage"]:
+            self._notes = ("not staged: the engine was asleep",)
 
     def _lease(
         self, update: Update, deadline: Deadline, targets: Sequence[Target] = ()
