@@ -54,6 +54,10 @@ class CUDAIPCScheme(WeightSyncScheme):
     def create_subscriber(self, receiver: str | None = None) -> Subscriber:
         return CUDAIPCSubscriber(self, receiver)
 
+    def create_reader(self, rank: int, size: int) -> Subscriber:
+        self.exchange().require()
+        return self.create_subscriber()
+
     def address(self) -> tuple[str, str]:
         return "", self.path
 

@@ -39,8 +39,7 @@ class CUDAIPCPublisher(Publisher):
     """
 
     def __init__(self, scheme: CUDAIPCScheme) -> None:
-        exchange = scheme.exchange()
-        exchange.require()
+        self._exchange = exchange = scheme.exchange()
         self._ownership = ownership = Ownership(scheme.path, layout.remove_run)
         self._records = RecordFiles(ownership.directory)
         self._receivers = Receivers(self._records, lambda: ownership.epoch)
@@ -54,6 +53,7 @@ class CUDAIPCPublisher(Publisher):
 
     def open(self, deadline: Deadline, epoch: int | None = None) -> int:
         if not self._ownership.held:
+            self._exchange.require()
             with self._ownership.taking(deadline) as run:
                 self._head = self._lease = self._last = self._written = None
                 self._ownership.begin(epoch, _version_in(run))

@@ -42,7 +42,7 @@ class CUDAIPCSubscriber(Subscriber):
 
     def __init__(self, scheme: CUDAIPCScheme, receiver: str | None) -> None:
         self._exchange = scheme.exchange()
-        self._exchange.require()
+        self._delegated = False
         self._keep = not scheme.release
         self._path = scheme.path
         self._member = Membership(scheme.path, receiver, layout.HEAD, Head.from_json)
@@ -51,7 +51,12 @@ class CUDAIPCSubscriber(Subscriber):
         self._mapping = threading.Lock()
         self._watched = False
 
+    def delegate(self, workers: int) -> None:
+        self._delegated = workers > 0
+
     def open(self, deadline: Deadline) -> None:
+        if not self._delegated:  # else only the workers need a GPU, which is for them to say
+            self._exchange.require()
         self._member.open(deadline)
 
     def wait(self, after: Version | None, deadline: Deadline) -> Version | None:
