@@ -183,6 +183,22 @@ class TestWrongUse:
         with pytest.raises(ws.EngineError, match="not an engine"):
             ends.receiver(thing, connect=False)
 
+    @pytest.mark.timeout(60)
+    def test_a_receiver_of_an_engine_that_has_one_is_no_member_of_the_run(self, ends, monkeypatch):
+        """The trainer is not told of it, and it does not wait for one to tell."""
+        monkeypatch.setattr("weightsync.receiver._REPORT_SECONDS", 600.0)
+        target = weights(0)
+        sender, receiver = ends.pair(weights(1), target, receiver={"id": "first"})
+        second = ends.receiver(target, id="second", connect=False)
+        with pytest.raises(ws.EngineError, match="driven by another receiver"):
+            second.connect(timeout=WAIT)
+        elsewhere = ws.DoubleBufferScheme(f"{ends.path}-of-no-trainer").create_receiver(target)
+        with pytest.raises(ws.EngineError, match="driven by another receiver"):
+            elsewhere.connect(timeout=600)
+        assert [told.receiver for told in sender.receivers()] == ["first"]
+        sender.attach(receiver)
+        assert sender.update_weights(version=1, wait="applied").behind() == ()
+
     def test_unknown_options(self, ends):
         with pytest.raises(ws.EngineError, match="colour"):
             ends.receiver(weights(0), colour="red", connect=False)

@@ -140,7 +140,7 @@ class Fleet:
             EngineError: one is not set up for weight transfer, or is driven by another receiver;
                 says what to change.
         """
-        self._claim(instead_of)
+        self.claim(instead_of)
         counts: dict[str, int] = {}
 
         def count(member: Member) -> None:
@@ -161,7 +161,12 @@ class Fleet:
             raise
         return sum(self._workers)
 
-    def _claim(self, instead_of: Fleet | None) -> None:
+    def claim(self, instead_of: Fleet | None = None) -> None:
+        """Keep others from driving these engines, until ``release``.
+
+        Raises:
+            EngineError: one is driven by another receiver of this process.
+        """
         for member in self.members:
             other = _driven.get(_key(member.engine))
             if other not in (None, self, instead_of):

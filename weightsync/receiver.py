@@ -118,6 +118,8 @@ class Receiver:
         self._require_thread()
         deadline = Deadline(timeout)
         with self._busy:
+            # Refused here alone: the run has a receiver with this engine, which goes on.
+            self._fleet.claim()
             try:
                 self._workers = self._fleet.connect(deadline)
                 self._subscriber.delegate(self._workers)
