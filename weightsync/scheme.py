@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from weightsync.errors import SchemeError
 from weightsync.transport import Publisher, Subscriber
+from weightsync.words import a_kind
 
 if TYPE_CHECKING:
     from weightsync.receiver import Receiver
@@ -149,6 +150,18 @@ class WeightSyncScheme(ABC):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
 
+def require_int(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """
+    Raises:
+        SchemeError: an option is no int, or one that is not possible.
+    """
+    if type(value) is not int:
+        raise SchemeError(f"{name}={value!r:.80}: an int is wanted, not {a_kind(value)}")
+    if value < least or (most is not None and value > most):
+        possible = f"at least {least} is" if most is None else f"{least} to {most} are"
+        raise SchemeError(f"{name}={value}: {possible} possible")
+
+
 def register_scheme(cls: S) -> S:
     """Class decorator: make a scheme known by its ``url_scheme``.
 
@@ -264,7 +277,11 @@ def _from_text(text: str, hint: Any) -> Any:
             raise ValueError("1 or 0 was expected")
         return text.lower() in ("1", "true")
     if hint in (int, float):
-        return hint(text)
+        try:
+            return hint(text)
+        except ValueError:
+            kind = "an int" if hint is int else "a number"
+            raise ValueError(f"{kind} was expected") from None
     return text
 
 

@@ -17,6 +17,7 @@ from weightsync.errors import SourceError
 from weightsync.manifest import DTYPE_NAMES, Manifest
 from weightsync.tensors import Addresses
 from weightsync.weight import Piece, Value, Weight, is_collective
+from weightsync.words import a_kind
 
 log = logging.getLogger("weightsync")
 
@@ -260,7 +261,7 @@ def check_sendable(name: str, tensor: object) -> torch.Tensor:
         SourceError: with the name and the reason.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise SourceError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        raise SourceError(f"{name!r} is {a_kind(tensor)}, not a tensor")
     reason = unsendable(tensor)
     if reason:
         raise SourceError(f"tensor {name!r} cannot be sent: {reason}")
@@ -305,7 +306,7 @@ def as_source(weights: Any, options: SourceOptions | None = None) -> WeightSourc
     if isinstance(weights, WeightSource):
         if options != SourceOptions():
             raise SourceError(
-                f"a {type(weights).__name__} says itself what is sent: it takes no dtype=, "
+                f"{a_kind(weights)} says itself what is sent: it takes no dtype=, "
                 "rename=, manifest= or patterns"
             )
         return weights
@@ -313,6 +314,6 @@ def as_source(weights: Any, options: SourceOptions | None = None) -> WeightSourc
         if accepts(weights):
             return make(weights, options)
     raise SourceError(
-        f"a {type(weights).__name__} is not a source of weights: pass an nn.Module, a TensorDict, "
+        f"{a_kind(weights)} is not a source of weights: pass an nn.Module, a TensorDict, "
         "a mapping of names to tensors, or an iterable of (name, tensor)"
     )

@@ -42,6 +42,7 @@ def test_two_senders_on_one_path(peer, run_dir):
     assert caught.value.kind == "SenderBusyError"
     assert f"pid {first.pid} on {socket.gethostname()}" in caught.value.text
     assert run_dir in caught.value.text
+    assert "give each trainer a path of its own" in caught.value.text
     second.end()  # its end removes nothing of the first one's
     assert set(files) <= set(files_of(run_dir))
     assert first.call(publish, 2, wait="applied").receivers == {"reader": ("applied", 2)}

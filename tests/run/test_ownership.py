@@ -27,8 +27,9 @@ def path(tmp_path):
 
 def test_a_second_sender_waits_for_the_first_one_to_end(path, monkeypatch):
     first = take(path)
-    with pytest.raises(SenderBusyError, match="is alive and owns this run"):
+    with pytest.raises(SenderBusyError, match="is alive and owns this run") as error:
         take(path)
+    assert "in this very process: shutdown() it first" in str(error.value)
     first.release()
     assert take(path).epoch > first.epoch
 

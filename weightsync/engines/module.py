@@ -20,6 +20,7 @@ from weightsync.tensors import Facts
 from weightsync.transport import Targets
 from weightsync.tree import inside, state_of
 from weightsync.weight import Weight
+from weightsync.words import a_kind
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class ModuleEngine(Engine):
                         f"{name!r} is sharded, packed or has an adapter here, so that there is no "
                         "tensor to write it into: let a plain model receive"
                     )
-                raise EngineError(f"{name!r} is a {kind.__name__}, not a tensor")
+                raise EngineError(f"{name!r} is {a_kind(found[name])}, not a tensor")
         return found
 
     def _named(

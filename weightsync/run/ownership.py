@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.errors import SenderBusyError, VersionError, WeightSyncError
 from weightsync.files import Directory, Lock
+from weightsync.run.process import busy_words, self_description
 from weightsync.run.receivers import names_of_records, sweep_records
 from weightsync.run.records import MAX_RECORD, SENDER_LOCK
 from weightsync.version import Version, require_newer
@@ -95,8 +96,8 @@ class Ownership:
         owned = deadline.at_most(BUSY_SECONDS).wait(attempt)
         if owned is None:
             raise SenderBusyError(
-                f"{self.path}: another sender ({_owner(self.path)}) is alive and owns this run; "
-                "give each trainer a path of its own"
+                f"{self.path}: "
+                + busy_words(_owner(self.path), "give each trainer a path of its own")
             )
         return owned
 
@@ -121,9 +122,7 @@ class Ownership:
                 f"{self.path} has seen a sender of epoch {before}; {epoch} is not later"
             )
         assert self._lock is not None
-        self._lock.write(
-            json.dumps({"epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}).encode()
-        )
+        self._lock.write(json.dumps({"epoch": epoch, **self_description()}).encode())
         self.epoch = epoch
 
     def directory(self) -> Directory:
@@ -167,12 +166,12 @@ def epoch_of(run: Directory) -> int:
     return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
 
-def _owner(path: str) -> str:
+def _owner(path: str) -> dict[str, Any]:
     try:
         record = json.loads(Directory.open(path).read(SENDER_LOCK, MAX_RECORD))
-        return f"pid {int(record['pid'])} on {record['host']!s:.80}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, WeightSyncError):
-        return "unknown"
+    except (OSError, ValueError, RecursionError, WeightSyncError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _end(run: Directory, lock: Lock, at_end: Callable[[Directory], None] | None, pid: int) -> None:

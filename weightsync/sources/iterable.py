@@ -11,6 +11,7 @@ from weightsync.errors import ManifestError, SourceError
 from weightsync.manifest import Manifest
 from weightsync.source import SourceOptions, WeightSource, as_value, check_sendable
 from weightsync.weight import Weight
+from weightsync.words import a_kind
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 
@@ -44,11 +45,11 @@ class IterableSource(WeightSource):
         options = self._options
         stream = self._weights() if callable(self._weights) else self._weights
         if not isinstance(stream, Iterable):
-            raise SourceError(f"the callable returned a {type(stream).__name__}, {_EXPECTED}")
+            raise SourceError(f"the callable returned {a_kind(stream)}, {_EXPECTED}")
         for entry in stream:
             pair = isinstance(entry, (tuple, list)) and len(entry) == 2
             if not pair or not isinstance(entry[0], str):
-                raise SourceError(f"the stream holds a {type(entry).__name__}, {_EXPECTED}")
+                raise SourceError(f"the stream holds {a_kind(entry)}, {_EXPECTED}")
             name, tensor = entry
             if names is not None:
                 names.append(name)

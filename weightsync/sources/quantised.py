@@ -27,6 +27,7 @@ from weightsync.errors import SourceError
 from weightsync.sources import sharded, zero
 from weightsync.tree import Walk
 from weightsync.weight import Value, Weight, is_collective, read
+from weightsync.words import a_kind
 
 
 def weight_of(tensor: torch.Tensor) -> Weight | None:
@@ -68,7 +69,7 @@ def dense_weight(module: nn.Module, weight: Any = None) -> Value:
     if weight is None:
         weight = getattr(module, "weight", None)
     if not isinstance(weight, (torch.Tensor, Weight)):
-        raise SourceError(f"a {type(module).__name__} holds no weight that can be read")
+        raise SourceError(f"{a_kind(module)} holds no weight that can be read")
     state = getattr(weight, "quant_state", None)
     scales = getattr(weight, "SCB", None)
     if state is None:
@@ -131,7 +132,7 @@ def visit_packed_layer(module: nn.Module, prefix: str, walk: Walk) -> None:
     inside = Walk(walk)
     inside.own(module, prefix)
     for name, value in inside.found.items():
-        walk.add(name, _refused(value, _PACKED.format(f"a {type(module).__name__}")))
+        walk.add(name, _refused(value, _PACKED.format(f"{a_kind(module)}")))
     walk.children(module, prefix)
 
 

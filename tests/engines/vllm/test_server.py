@@ -229,6 +229,13 @@ def test_a_server_that_starts_late_is_waited_for(server, monkeypatch):
         client.facts(Deadline(10))
 
 
+def test_a_server_that_may_still_be_starting_is_said_to_need_more_time(server):
+    client = client_of(server)
+    server.close()
+    with pytest.raises(ws.DeadlineError, match=r"still starting.*connect\(timeout=\)"):
+        client.facts(Deadline(0.5))
+
+
 def test_an_engine_that_died_behind_its_server_is_dead(server):
     server.replies["/resume"] = (500, b'{"error": {"message": "EngineCore encountered an issue."}}')
     server.replies["/health"] = (503, b"")

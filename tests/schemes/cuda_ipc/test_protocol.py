@@ -292,6 +292,18 @@ def test_another_gpu_is_refused_with_advice(pair, monkeypatch):
     assert receiver.version is None
 
 
+def test_memory_that_cannot_be_mapped_is_told_with_the_usual_causes(pair, monkeypatch):
+    def refuse(self, place, handle):
+        raise ws.WeightSyncError("invalid resource handle")
+
+    sender, _, *_ = pair
+    monkeypatch.setattr("weightsync.schemes.cuda_ipc.mapped.this_process", lambda: "another")
+    monkeypatch.setattr(HostExchange, "open", refuse)
+    words = r"invalid resource handle.*--ipc=host.*expandable_segments.*MIG.*DoubleBufferScheme"
+    with pytest.raises(ws.ReceiverError, match=words):
+        sender.update_weights(version=1, timeout=10.0)
+
+
 def test_an_interrupted_update_takes_the_version_back(pair, run_dir):
     """Whoever catches a Ctrl-C and trains on has nobody reading."""
     sender, receiver, *_ = pair

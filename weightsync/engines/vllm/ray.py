@@ -21,6 +21,7 @@ from weightsync.deadline import Deadline
 from weightsync.engines.vllm import async_llm, llm
 from weightsync.engines.vllm.client import GRACE, Facts, Mode, VLLMClient
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+from weightsync.words import a_kind
 
 _POLL = 0.005
 """Seconds between two questions for what an ``AsyncLLM`` has not answered yet."""
@@ -219,7 +220,7 @@ def _client(actor: Any, attribute: str | None) -> VLLMClient:
         return llm.LLMClient(engine)
     if async_llm.accepts(engine):
         return async_llm.AsyncLLMClient(engine)
-    raise EngineError(f"its {attribute!r} is a {type(engine).__name__}, not an engine of vLLM's")
+    raise EngineError(f"its {attribute!r} is {a_kind(engine)}, not an engine of vLLM's")
 
 
 def _engine(actor: Any) -> Any:
@@ -228,7 +229,7 @@ def _engine(actor: Any) -> Any:
     found = {name: value for name, value in vars(actor).items() if _is_engine(value)}
     if len({id(engine) for engine in found.values()}) != 1:
         what = f"several engines: {', '.join(found)}" if found else "no LLM or AsyncLLM of vLLM's"
-        raise EngineError(f"a {type(actor).__name__} holds {what}; say attribute=")
+        raise EngineError(f"{a_kind(actor)} holds {what}; say attribute=")
     return next(iter(found.values()))
 
 

@@ -18,7 +18,7 @@ from weightsync.engines.vllm.addresses import is_own, own_address_towards
 from weightsync.engines.vllm.ballot import Ballot
 from weightsync.engines.vllm.client import BACKEND, CALL, GRACE, Facts, Mode, VLLMClient
 from weightsync.engines.vllm.generation import Answer, Span, versions_of
-from weightsync.errors import EngineDiedError, EngineError
+from weightsync.errors import DeadlineError, EngineDiedError, EngineError
 
 if TYPE_CHECKING:
     from weightsync.engines.vllm.http import Connection
@@ -207,6 +207,15 @@ class VLLMServer:
             raise EngineError(f"{self.url} gave no log-probabilities: {error!r:.200}") from None
 
 
+def _still_starting(error: EngineError | DeadlineError, deadline: Deadline) -> DeadlineError:
+    """Of a server that was never heard of: it may be dead, or not there yet."""
+    return DeadlineError(
+        f"{error}; it did not answer within {deadline.seconds:.1f} s: if it is still starting, "
+        "which takes a large model minutes, give connect(timeout=) more (vLLM logs 'Application startup "
+        "complete' when it is done)"
+    )
+
+
 def _status(error: EngineError) -> int | None:
     """Of HTTP, if the server has answered with an error."""
     status: int | None = getattr(error, "status", None)
@@ -305,9 +314,11 @@ class ServerClient(VLLMClient):
             try:
                 document = self._get("/server_info", deadline, config_format="json")
                 break
-            except EngineDiedError:
-                if not patient or deadline.remaining < _AGAIN:
+            except (EngineDiedError, DeadlineError) as error:
+                if not patient:
                     raise
+                if deadline.remaining < _AGAIN:
+                    raise _still_starting(error, deadline) from None
                 time.sleep(_AGAIN)
         config = document.get("vllm_config") if isinstance(document, dict) else None
         if not isinstance(config, dict):

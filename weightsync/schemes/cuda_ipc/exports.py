@@ -13,7 +13,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.intake import Intake, copy_tensor
 from weightsync.manifest import Manifest
-from weightsync.schemes.cuda_ipc.handles import Exchange, Room, this_process
+from weightsync.run.process import this_process
+from weightsync.schemes.cuda_ipc.handles import Exchange, Room
 from weightsync.schemes.cuda_ipc.layout import Allocation, Table
 from weightsync.source import Inventory
 from weightsync.tensors import Addresses, Facts, plain_address

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,13 +15,6 @@ from weightsync.device.driver import DriverError
 from weightsync.errors import NoRoomError, SchemeError, WeightSyncError
 
 HANDLE_BYTES = 64
-
-_SECRET = secrets.token_hex(8)
-
-
-def this_process() -> str:
-    """Tells this process from all others, also from those of other containers."""
-    return f"{os.getpid()}-{_SECRET}"
 
 
 class Room:

@@ -12,7 +12,8 @@ import torch
 from weightsync.device import Device, Moves
 from weightsync.errors import EngineError, WeightSyncError
 from weightsync.manifest import ParamSpec
-from weightsync.schemes.cuda_ipc.handles import Exchange, this_process
+from weightsync.run.process import this_process
+from weightsync.schemes.cuda_ipc.handles import Exchange
 from weightsync.schemes.cuda_ipc.layout import Table
 from weightsync.tensors import Addresses, plain_address
 from weightsync.transport import Targets
@@ -143,8 +144,11 @@ class Mapped:
             except WeightSyncError as error:
                 self._close(place)
                 raise EngineError(
-                    f"the trainer's memory on {place} cannot be mapped: {error}; both processes "
-                    "must see each other (one host, for containers one IPC and PID namespace)"
+                    f"the trainer's memory on {place} cannot be mapped: {error}; usual causes: "
+                    "containers that do not share an IPC and a PID namespace (--ipc=host "
+                    "--pid=host), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, MIG (both need "
+                    "the same slice), or a trainer that has just ended; DoubleBufferScheme needs "
+                    "none of that"
                 ) from None
             bases = self._opened
         specs = table.manifest.tensors

@@ -16,7 +16,7 @@ from weightsync.errors import SchemeError
 from weightsync.files import Directory
 from weightsync.run.path import run_path
 from weightsync.run.records import MAX_RECORD
-from weightsync.scheme import WeightSyncScheme, register_scheme
+from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.disk import names
 from weightsync.schemes.disk.commit import Commit
 from weightsync.schemes.disk.publisher import DiskPublisher
@@ -79,17 +79,15 @@ class DiskScheme(WeightSyncScheme):
             object.__setattr__(self, "cache", run_path("cache", self.cache))
         if type(self.patience) not in (int, float) or not 0.1 <= self.patience < math.inf:
             raise SchemeError(f"patience={self.patience!r}: seconds, at least 0.1")
-        if type(self.keep) is not int or self.keep < 1:
-            raise SchemeError(f"keep={self.keep!r}: at least 1, the newest version")
-        if type(self.shard_bytes) is not int or self.shard_bytes < _MIB:
-            raise SchemeError(f"shard_bytes={self.shard_bytes!r}: at least {_MIB}")
+        require_int("keep", self.keep)
+        require_int("shard_bytes", self.shard_bytes, _MIB)
         for name in ("durable", "verify", "keep_files"):
             if type(getattr(self, name)) is not bool:
                 raise SchemeError(f"{name}={getattr(self, name)!r}: True or False")
         if self.direct is not None and type(self.direct) is not bool:
             raise SchemeError(f"direct={self.direct!r}: True, False or None")
-        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise SchemeError(f"threads={self.threads!r}: a positive number")
+        if self.threads is not None:
+            require_int("threads", self.threads)
 
     @property
     def is_remote(self) -> bool:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -232,7 +231,3 @@ class Watch:
         if now - former[1] > self._patience:
             return False
         return True if former[2] else None
-
-
-def self_description() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid()}

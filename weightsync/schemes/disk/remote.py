@@ -28,6 +28,7 @@ from weightsync.files import Lock
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.run.membership import announced
+from weightsync.run.process import busy_words, self_description
 from weightsync.run.receivers import Receivers, Record, Records
 from weightsync.run.records import (
     MAX_RECORD,
@@ -41,7 +42,7 @@ from weightsync.schemes.disk import names
 from weightsync.schemes.disk.cache import Cache, Filling, cache_directory, tidy, transfer_all
 from weightsync.schemes.disk.commit import Commit
 from weightsync.schemes.disk.history import History
-from weightsync.schemes.disk.presence import Pulse, Sign, Watch, read_sign, self_description
+from weightsync.schemes.disk.presence import Pulse, Sign, Watch, read_sign
 from weightsync.schemes.disk.publisher import require_room, write_copier
 from weightsync.schemes.disk.retention import remove_version
 from weightsync.schemes.disk.store import Store
@@ -109,11 +110,9 @@ class RemotePublisher(Publisher):
             found[:] = [sign]
             alive = watch.alive(SENDER, sign)
             if alive:
-                words = sign.words
                 raise SenderBusyError(
-                    f"{self._store.url}: another sender (pid {words.get('pid')!s:.20} on "
-                    f"{words.get('host')!s:.80}) is alive and owns this run; give each trainer a "
-                    "URL of its own"
+                    f"{self._store.url}: "
+                    + busy_words(sign.words, "give each trainer a URL of its own")
                 )
             return None if alive is None else True
 

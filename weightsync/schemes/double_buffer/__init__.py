@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from weightsync.errors import SchemeError
 from weightsync.run.path import run_path
-from weightsync.scheme import WeightSyncScheme, register_scheme
+from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.inspection import RunStatus, inspect_run
 from weightsync.schemes.double_buffer.publisher import DoubleBufferPublisher
@@ -53,15 +53,14 @@ class DoubleBufferScheme(WeightSyncScheme):
         object.__setattr__(self, "path", run_path("path", self.path))
         if self.reader_path is not None:
             object.__setattr__(self, "reader_path", run_path("reader_path", self.reader_path))
-        if type(self.slots) is not int or not 2 <= self.slots <= layout.MAX_SLOTS:
-            raise SchemeError(f"slots={self.slots!r}: 2 to {layout.MAX_SLOTS} are possible")
+        require_int("slots", self.slots, 2, layout.MAX_SLOTS)
         if self.on_busy not in ("wait", "skip"):
             raise SchemeError(f"on_busy={self.on_busy!r}: 'wait' or 'skip'")
         for name in ("verify", "keep_files"):
             if type(getattr(self, name)) is not bool:
                 raise SchemeError(f"{name}={getattr(self, name)!r}: True or False")
-        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise SchemeError(f"threads={self.threads!r}: a positive number")
+        if self.threads is not None:
+            require_int("threads", self.threads)
 
     def create_publisher(self) -> Publisher:
         return DoubleBufferPublisher(self)

@@ -26,6 +26,7 @@ from weightsync.schemes.fallback.publisher import FallbackPublisher
 from weightsync.schemes.fallback.route import Route
 from weightsync.schemes.fallback.subscriber import FallbackSubscriber
 from weightsync.transport import Publisher, Subscriber
+from weightsync.words import a_kind
 
 __all__ = ["FallbackScheme"]
 
@@ -140,7 +141,7 @@ def _scheme(value: object) -> WeightSyncScheme:
     elif isinstance(value, dict):
         value = scheme_from_dict(value)
     if not isinstance(value, WeightSyncScheme):
-        raise SchemeError(f"a {type(value).__name__} is not a scheme: {value!r:.80}")
+        raise SchemeError(f"{a_kind(value)} is not a scheme: {value!r:.80}")
     if isinstance(value, FallbackScheme):
         raise SchemeError("a fallback in a fallback: list its schemes in the outer one")
     return value

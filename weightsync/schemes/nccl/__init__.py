@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from weightsync.errors import SchemeError
-from weightsync.scheme import WeightSyncScheme, register_scheme
+from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.nccl.endpoint import Endpoint, reserve_port
 from weightsync.schemes.nccl.topology import ranks_of, size_of
 from weightsync.transport import Publisher, Subscriber
@@ -82,8 +82,7 @@ class NCCLScheme(WeightSyncScheme):
             value = getattr(self, name)
             if value is None and name != "buffers":
                 continue
-            if type(value) is not int or value < 1:
-                raise SchemeError(f"{name}={value!r}: a positive number")
+            require_int(name, value)
         if type(self.verify) is not bool:
             raise SchemeError(f"verify={self.verify!r}: True or False")
         if type(self.peer_timeout) not in (int, float) or not self.peer_timeout > 0:
@@ -94,8 +93,7 @@ class NCCLScheme(WeightSyncScheme):
                 raise SchemeError(f"{name}={value!r:.80}: a text was expected")
         self._check_replicas()
         port = 0 if self.master_port is None else self.master_port
-        if type(port) is not int or not 0 <= port < 65536:
-            raise SchemeError(f"master_port={port!r}: 1 to 65535, or 0 for a free one")
+        require_int("master_port", port, 0, 65535)
         object.__setattr__(self, "master_port", port or reserve_port(host))
 
     def _check_replicas(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import weakref
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
@@ -14,6 +15,9 @@ from weightsync.errors import DeadlineError, SchemeError, SenderBusyError, Weigh
 _reserved: dict[tuple[str, int], socket.socket] = {}
 """Sockets that are bound and do not listen: nobody else is given their port, but whoever asks for
 that very port with SO_REUSEADDR, as :func:`listen` does, gets it."""
+
+_listening: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Those of this process that :func:`listen` has made."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class Endpoint:
         return cls(unquote(host), int(port or 0))
 
 
+def _port_of(listening: socket.socket) -> int | None:
+    """None: it was closed."""
+    return None if listening.fileno() == -1 else int(listening.getsockname()[1])
+
+
 def listen(endpoint: Endpoint) -> socket.socket:
     """A listening socket there, and nowhere else. Port 0 takes a free one.
 
@@ -56,11 +65,18 @@ def listen(endpoint: Endpoint) -> socket.socket:
     try:
         listening = _bound(endpoint)
         listening.listen(128)
+        _listening.add(listening)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
+            own = any(_port_of(each) == endpoint.port for each in list(_listening))
+            whom = (
+                "a sender of this very process: shutdown() it first, or"
+                if own
+                else ("another program or sender:")
+            )
             raise SenderBusyError(
-                f"port {endpoint.port} of {endpoint.host} is taken by another program or sender: "
-                "choose another one with master_port=, or leave it out for a free one"
+                f"port {endpoint.port} of {endpoint.host} is taken by {whom} choose another one "
+                "with master_port=, or leave it out for a free one"
             ) from None
         raise WeightSyncError(
             f"cannot listen at {endpoint}: {error.strerror or error}; master_address= is an "
