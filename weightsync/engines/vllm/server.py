@@ -211,8 +211,8 @@ def _still_starting(error: EngineError | DeadlineError, deadline: Deadline) -> D
     """Of a server that was never heard of: it may be dead, or not there yet."""
     return DeadlineError(
         f"{error}; it did not answer within {deadline.seconds:.1f} s: if it is still starting, "
-        "which takes a large model minutes, give connect(timeout=) more (vLLM logs 'Application startup "
-        "complete' when it is done)"
+        "which takes a large model minutes, give connect(timeout=) more (vLLM logs 'Application "
+        "startup complete' when it is done)"
     )
 
 
