@@ -78,8 +78,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows.rows
 
 
-def run(arguments: list[str], limit: float, rows: Rows) -> str:
-    """Have its rows taken as they come.
+def run(arguments: list[str], limit: float, rows: Rows, script: str = "gpu_paths.py") -> str:
+    """Have a script's rows taken as they come, and end what it started when it is over.
 
     Returns:
         Why it did not end as it should, or nothing.
@@ -91,7 +91,7 @@ def run(arguments: list[str], limit: float, rows: Rows) -> str:
     other: deque[str] = deque(maxlen=20)
     late = threading.Event()
     with subprocess.Popen(
-        [sys.executable, str(HERE / "gpu_paths.py"), *arguments],
+        [sys.executable, str(HERE / script), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -189,13 +189,16 @@ def judge(rows: list[Row]) -> Iterator[str]:
                 None,
             ),
         ):
-            if not value or not to:
-                yield f"{shape}: {what}: not measured"
-                continue
-            ratio = value / to
-            wanted = f"at least {low}" if high is None else f"at most {high}"
-            reached = ratio >= low and (high is None or ratio <= high)
-            yield f"{shape}: {what}: {ratio:.2f} ({wanted}: {'yes' if reached else 'NO'})"
+            yield verdict(f"{shape}: {what}", value / to if value and to else None, low, high)
+
+
+def verdict(what: str, ratio: float | None, low: float, high: float | None = None) -> str:
+    """Whether a ratio is what is wanted of it; None was not measured."""
+    if ratio is None:
+        return f"{what}: not measured"
+    wanted = f"at least {low}" if high is None else f"at most {high}"
+    reached = ratio >= low and (high is None or ratio <= high)
+    return f"{what}: {ratio:.2f} ({wanted}: {'yes' if reached else 'NO'})"
 
 
 def draw(source: str, target: str) -> None:

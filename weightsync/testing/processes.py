@@ -56,11 +56,14 @@ class Peer:
     """A process that runs the functions it is told to, each with a state that stays.
 
     The functions are those of modules, and what they take and return is pickled.
+
+    Args:
+        daemon: ends with the process that made it. Such a one may start no processes of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, daemon: bool = True) -> None:
         self._link, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=daemon)
         self.process.start()
         theirs.close()
 
