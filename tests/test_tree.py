@@ -95,13 +95,27 @@ def test_two_tensors_under_one_name_are_an_error(ends):
         sender.update_weights(outer, version=1)
 
 
-def test_distributed_data_parallel(ends, tmp_path):
+@pytest.fixture
+def group_of_one(tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )
-    try:
-        parallel = nn.parallel.DistributedDataParallel(plain())
-        _, sent = send(ends, compiled(parallel))
-        assert_all_same(sent, plain().state_dict())
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel(ends, group_of_one):
+    parallel = nn.parallel.DistributedDataParallel(plain())
+    _, sent = send(ends, compiled(parallel))
+    assert_all_same(sent, plain().state_dict())
+
+
+def test_a_plain_container_that_is_sharded(ends, group_of_one):
+    """Its class in FSDP2 has the name of the mixin that makes it one."""
+    from torch.distributed.fsdp import fully_shard
+
+    container = nn.Module()
+    container.add_module("part", nn.Linear(4, 2))
+    wanted = {name: tensor.detach().clone() for name, tensor in container.state_dict().items()}
+    _, sent = send(ends, fully_shard(container))
+    assert_all_same(sent, wanted)

@@ -137,7 +137,8 @@ def weight_of(tensor: torch.Tensor) -> Weight | None:
 
 def visit_fsdp2(module: nn.Module, prefix: str, walk: Walk) -> None:
     """A module to which ``fully_shard`` was applied."""
-    mixin: Any = next(base for base in type(module).__mro__ if base.__name__ == "FSDPModule")
+    # Not by its name, which torch also gives to the class that it makes of a plain nn.Module.
+    mixin: Any = next(base for base in type(module).__mro__ if "reshard" in vars(base))
     # As state_dict does: what a forward pass gathered may be older than the shards.
     module.reshard()  # type: ignore[operator]
     walk.visit(module, prefix, beyond=mixin)
