@@ -73,7 +73,9 @@ class Part:
         try:
             yield
         except Exception as error:
-            words = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+            words = (
+                str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+            )
             self.say(path, error=words[:600])
 
 
