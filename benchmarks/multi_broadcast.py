@@ -1,7 +1,7 @@
 """``multi_gpu.py``: updates through NCCLScheme against torch's broadcast; one that is killed.
 
 The trainer is on the first GPU, each receiver (a mapping) on one of its own. Where there are too
-few, a receiver shares one: it says then that it is another host, and NCCL goes through sockets to it.
+few, a receiver shares one: it says then that it is another host, and NCCL goes through sockets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``multi_gpu.py``: vLLM with TP=2, and two replicas, beside a trainer's GPU.
 
 Weights come by copy plan over shared memory, by NCCLScheme, and by vLLM's own ``nccl`` engine in
-the same workers. After each way the engines must generate what one does that loaded the same weights
-from a checkpoint. Where the trainer's GPU is also an engine's, NCCL goes through sockets: the
-trainer says then that it is another host.
+the same workers. After each way the engines must generate what one does that loaded the same
+weights from a checkpoint. Where the trainer's GPU is also an engine's, NCCL goes through sockets:
+the trainer says then that it is another host.
 """
 
 from __future__ import annotations

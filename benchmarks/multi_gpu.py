@@ -33,6 +33,9 @@ THEIRS = "vLLM's nccl engine, packed"
 LIMITS = {"broadcast": 180.0, "engine": 300.0, "fsdp": 120.0}
 """Seconds."""
 
+LEAST = 20.0
+"""Seconds that are worth a start."""
+
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Run each part in processes of its own."""
@@ -43,7 +46,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         shape = options.shape or SHAPES[part]
         left = min(ends - time.monotonic(), options.limit or LIMITS[part])
         words = "no time was left for it"
-        if left >= 20:
+        if left >= LEAST:
             words = run(part, shape, left, rows, options)
         if words:
             rows.add({"shape": shape, "path": f"the rest of {part}", "error": words})
