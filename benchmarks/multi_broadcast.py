@@ -20,6 +20,7 @@ from multi_part import (
     Sizes,
     ask_all,
     become,
+    catch_up,
     change,
     connect,
     disconnect,
@@ -34,7 +35,7 @@ from multi_part import (
 
 import weightsync as ws
 from weightsync.schemes.nccl import reader
-from weightsync.testing.processes import Peer, eventually
+from weightsync.testing.processes import Peer, PeerError, eventually
 
 COUNTS = (1, 3, 7)
 """Receivers."""
@@ -207,10 +208,9 @@ def updates(
         sums = ask_all(both, total)
         assert len(set(sums)) == 1, f"what has arrived is something else: {sums}"
     finally:
-        for other in others:
-            with suppress(Exception):
-                other.call(stop_receiving, within=20)
-        with suppress(Exception):
+        catch_up(both)
+        with suppress(PeerError):
+            ask_all(others, stop_receiving, within=20)
             trainer.call(disconnect, within=20)
     part.say(
         path,
@@ -289,12 +289,12 @@ def published(trainer: Peer, number: int) -> dict[str, Any]:
 def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     part = Part.of_arguments()
-    with part.trying("a receiver killed in mid-transfer"):
-        lose_one(part)
     for receivers in COUNTS:
         if receivers == 1 or receivers < part.gpus:
             with part.trying(path_of(receivers, True)):
                 against_torch(part, receivers)
+    with part.trying("a receiver killed in mid-transfer"):
+        lose_one(part)
 
 
 if __name__ == "__main__":

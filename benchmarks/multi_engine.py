@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from multi_part import (
     Part,
     ask_all,
     become,
+    catch_up,
     change,
     connect,
     disconnect,
@@ -41,10 +42,13 @@ from multi_part import (
 
 import weightsync as ws
 from weightsync.schemes.nccl.endpoint import reserve_port
-from weightsync.testing.processes import Peer
+from weightsync.testing.processes import Peer, PeerError
 
-START = 200.0
+START = {"cuda": 200.0, "cpu": 600.0}
 """Seconds for an engine to start, beside others that do."""
+
+SOON = 40.0
+"""Seconds for a version that is being published to come."""
 
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7], [42], [5] * 20]
 
@@ -114,7 +118,7 @@ def receive(state: Any, url: str, name: str, options: dict[str, Any]) -> None:
 
 
 def update(state: Any) -> dict[str, Any]:
-    report = state.receiver.poll_and_apply(PATIENCE)
+    report = state.receiver.poll_and_apply(SOON)
     ended = time.monotonic()
     assert report is not None, "no version came"
     return {
@@ -228,14 +232,16 @@ class Room:
             options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
         peer = self.peer(gpus)
         peer.start(start_engine, f"{self._part.folder}/model", load_format, options)
-        self._stack.callback(end, peer)
         return peer
 
 
-def end(engine: Peer) -> None:
+def end(engines: Sequence[Peer]) -> None:
+    """In order, as far as they still listen."""
     with suppress(Exception):
-        engine.call(end_engine, within=20)
-    engine.dispose()
+        catch_up(engines, within=10)
+        ask_all(engines, end_engine, within=20)
+    for engine in engines:
+        engine.dispose()
 
 
 def started(part: Part, room: Room) -> Iterator[Form]:
@@ -245,20 +251,18 @@ def started(part: Part, room: Room) -> Iterator[Form]:
         gpus: room.begin_engine(gpus, "dummy")
         for gpus in dict.fromkeys(each for group in layout.values() for each in group)
     }
-    right = {
-        len(gpus): room.begin_engine(gpus, "safetensors")
-        for gpus in (g[-1] for g in layout.values())
-    }
+    likes = {len(group[0]): group[-1] for group in layout.values()}
+    right = {workers: room.begin_engine(gpus, "safetensors") for workers, gpus in likes.items()}
     wanted: dict[int, list[list[int]]] = {}
     for workers, engine in right.items():
         with part.trying(f"an engine of {workers} workers that loads a checkpoint"):
-            engine.result(START)
+            engine.result(START[part.device])
             wanted[workers] = engine.call(tokens, within=PATIENCE)
-        end(engine)
+        end([engine])
     living = {}
     for gpus, engine in engines.items():
         with part.trying(f"an engine on {gpus}"):
-            engine.result(START)
+            engine.result(START[part.device])
             living[gpus] = engine
     for title, group in layout.items():
         if all(gpus in living for gpus in group) and len(group[0]) in wanted:
@@ -283,10 +287,9 @@ def receiving(
             engine.result(PATIENCE)
         yield
     finally:
-        for engine in form.engines:
-            with suppress(Exception):
-                engine.call(stop_receiving, within=20)
-        with suppress(Exception):
+        catch_up([trainer, *form.engines])
+        with suppress(PeerError):
+            ask_all(form.engines, stop_receiving, within=20)
             trainer.call(disconnect, within=20)
 
 
@@ -354,6 +357,7 @@ def theirs(part: Part, form: Form, trainer: Peer) -> None:
                 pauses.append(max(ended - begin for begin, ended in spans))
         same = [generated == form.reference for generated in ask_all(form.engines, tokens)]
     finally:
+        catch_up([trainer, *form.engines])
         ask_all(form.engines, take, "weightsync")
     part.say(
         f"{form.title}, {THEIRS}",
@@ -383,7 +387,7 @@ def main() -> None:
     part = Part.of_arguments()
     os.makedirs(f"{part.folder}/model")
     config_of(part.shape).save_pretrained(f"{part.folder}/model")
-    with ExitStack() as stack:
+    with part.trying("the rest of engine"), ExitStack() as stack:
         room = Room(part, stack)
         trainer = room.trainer()
         trainer.call(save, f"{part.folder}/model", within=PATIENCE)
@@ -403,6 +407,7 @@ def main() -> None:
             elsewhere = room.trainer(NCCL_HOSTID="trainer")
             for form in together:
                 over_nccl(part, form, elsewhere)
+        end(list(dict.fromkeys(engine for form in forms for engine in form.engines)))
 
 
 if __name__ == "__main__":

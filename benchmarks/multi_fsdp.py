@@ -18,6 +18,7 @@ from multi_part import (
     Sizes,
     ask_all,
     become,
+    catch_up,
     disconnect,
     hold,
     in_milliseconds,
@@ -30,7 +31,7 @@ from multi_part import (
 from torch import nn
 
 import weightsync as ws
-from weightsync.testing.processes import Peer
+from weightsync.testing.processes import Peer, PeerError
 
 SHARDED, GATHERED, ALONE = "FSDP2, each rank its rows", "FSDP2, gathered", "one GPU alone"
 
@@ -120,11 +121,9 @@ def publishes(part: Part, path: str, ranks: list[Peer], run: str, connect: Any, 
         right = received(sizes, run) == sum(ask_all(ranks, total))
         assert right, "what a reader gets is something else than what the ranks hold"
     finally:
-        for rank in ranks:
-            rank.start(disconnect)
-        for rank in ranks:
-            with suppress(Exception):
-                rank.result(30)
+        catch_up(ranks)
+        with suppress(PeerError):
+            ask_all(ranks, disconnect, within=30)
     part.say(
         path, nbytes=nbytes_of(sizes), ours=True, ranks=len(ranks), publish=in_milliseconds(took)
     )
@@ -141,7 +140,7 @@ def received(sizes: Sizes, run: str) -> int:
 
 def main() -> None:
     part = Part.of_arguments()
-    with ExitStack() as stack:
+    with part.trying("the rest of fsdp"), ExitStack() as stack:
         ranks = []
         for index in range(part.gpus):
             ranks.append(Peer())

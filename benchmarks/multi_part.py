@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +101,41 @@ def ask_all(
     return [peer.result(within) for peer in peers]
 
 
+def catch_up(peers: Sequence[Peer], within: float = PATIENCE) -> None:
+    """Leave out answers that nobody waited for, as of what broke off elsewhere.
+
+    Raises:
+        AssertionError, EOFError: one does not answer, or is gone.
+    """
+    mark = time.monotonic()
+    for peer in peers:
+        peer.start(echo, mark)
+    for peer in peers:
+        answer = None
+        while answer != mark:
+            with suppress(PeerError):
+                answer = peer.result(within)
+
+
 # -------------------------------------------------------------------- in another process
 
 
-def become(state: Any, environment: Mapping[str, str], device: str, index: int = 0) -> None:
-    """The first that a process is told: before CUDA, NCCL or vLLM look at the environment."""
+def echo(state: Any, value: float) -> float:
+    return value
+
+
+def become(
+    state: Any, environment: Mapping[str, str], device: str, index: int | None = None
+) -> None:
+    """The first that a process is told: before CUDA, NCCL or vLLM look at the environment.
+
+    Args:
+        index: of its GPU; None if the environment leaves only one.
+    """
     os.environ.update(environment)
-    state.device = torch.device(device, index) if device == "cuda" else torch.device(device)
-    if device == "cuda":
+    state.device = torch.device(device)
+    if device == "cuda" and index is not None:
+        state.device = torch.device(device, index)
         torch.cuda.set_device(state.device)
 
 
