@@ -16,6 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+# NVLink multicast stays off: what it reserves belongs to all who share a host's GPUs.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+
 import torch
 from gpu_shapes import config_of, specs
 
