@@ -467,10 +467,10 @@ class Bench:
                 prompt = {"prompt_token_ids": [1 + begun, 2, 3]}
                 engine.add_request(f"soak-{begun}", prompt, parameters)
                 running.add(f"soak-{begun}")
-            listen(0.3)  # all that has come meanwhile, so that it is known which still run
+            listen(0.1)  # all that has come meanwhile, so that it is known which still run
             before = set(running)
             self.change_and_update(receiver)
-            listen(0.3)
+            listen(0.1)
             met += bool(before & running)
             outcome = receiver.verify_weights()
             wrong += bool(outcome.different or outcome.unchecked)
@@ -527,7 +527,7 @@ class Bench:
         published, applied, whole = [], [], []
         folder = tempfile.mkdtemp(dir="/dev/shm", prefix="weightsync-bench-")
         try:
-            for number in range(3):
+            for number in range(2):
                 self.ask("change")
                 began, done = self.ask("memmap", folder)
                 self.llm.collective_rpc(worker_load, args=(self.shape, folder))
