@@ -1,5 +1,6 @@
 """A GPU as a device: copies, digests, page-locked memory, memory of other processes."""
 
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -27,6 +28,38 @@ def device():
 
 def test_kernels_can_be_compiled_here(device):
     assert device.kernels is not None
+
+
+def test_copies_may_go_over_the_ends_of_allocations(device, monkeypatch):
+    """Without kernels too: neighbours of a plan may lie in two allocations that touch."""
+    nbytes = 2 << 20
+    begins = sorted(driver.allocate(0, nbytes) for _ in range(16))
+    pairs = [a for a, b in itertools.pairwise(begins) if b == a + nbytes]
+    try:
+        if not pairs:
+            pytest.skip("no two allocations touch here")
+        wanted = torch.randint(0, 256, (2 * nbytes,), dtype=torch.uint8, device="cuda")
+        for kernels in (device.kernels, None):
+            monkeypatch.setattr(device, "kernels", kernels)
+            columns = np.array([[pairs[0]], [wanted.data_ptr()], [2 * nbytes]])
+            lane = device.lane()
+            torch.cuda.synchronize()
+            device.tensor_at(pairs[0], nbytes).zero_()
+            torch.cuda.synchronize()
+            device.moves(*columns).run(lane)
+            lane.wait()
+            found = [device.tensor_at(pairs[0] + at, nbytes) for at in (0, nbytes)]
+            assert torch.cat(found).equal(wanted)
+    finally:
+        torch.cuda.synchronize()
+        for begin in begins:
+            driver.free(0, begin)
+
+
+def test_kernels_that_were_made_are_trusted_every_time():
+    """What they are compared with has to be there while it is digested."""
+    for _ in range(30):
+        assert type(device_of(torch.device("cuda", 0)))(0).kernels is not None
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,33 @@ def _unregister(device: int, address: int) -> None:
 class CUDAMoves(Moves):
     """Of a machine on which kernels cannot be compiled: one copy after the other."""
 
-    def __init__(self, into: Addresses, out_of: Addresses, length: Addresses) -> None:
-        self._rows = list(zip(into.tolist(), out_of.tolist(), length.tolist(), strict=True))
+    def __init__(self, device: int, into: Addresses, out_of: Addresses, length: Addresses) -> None:
+        rows = zip(into.tolist(), out_of.tolist(), length.tolist(), strict=True)
+        self._rows = [piece for row in rows for piece in _pieces(device, *row)]
 
     def run(self, lane: Lane, base: int = 0) -> None:
         for into, out_of, length in self._rows:
             lane.copy(into, out_of + base, length)
+
+
+def _pieces(device: int, into: int, out_of: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """A copy in parts, each within one allocation on either side: the driver refuses others.
+
+    Neighbours in a copy plan may be neighbours in memory by chance.
+    """
+    while length > 0:
+        part = min(length, _room(device, into), _room(device, out_of))
+        yield into, out_of, part
+        into, out_of, length = into + part, out_of + part, length - part
+
+
+def _room(device: int, address: int) -> int:
+    """Bytes from an address to the end of its allocation; of an offset, which has none, any."""
+    try:
+        base, nbytes = driver.allocation(device, address)
+    except driver.DriverError:
+        return 1 << 62
+    return base + nbytes - address
 
 
 class KernelMoves(Moves):
@@ -118,13 +140,14 @@ class CUDADevice(Device):
         try:
             from weightsync.device import kernels
 
-            data = torch.arange(1 << 17, dtype=torch.int64, device=self.place)
+            chunk = torch.arange(1 << 17, dtype=torch.int64)
+            data = chunk.to(self.place)
             found = torch.zeros(1, dtype=torch.int64, device=self.place)
             with torch.cuda.device(self.place):
                 kernels.digest_chunks(data.data_ptr(), 1, found)
                 kernels.compile_moves(self.place)
             wanted = torch.zeros(1, dtype=torch.int64)
-            HostDevice().digests(HostDevice().current(), data.cpu().data_ptr(), 1, wanted)
+            HostDevice().digests(HostDevice().current(), chunk.data_ptr(), 1, wanted)
             if found.cpu().equal(wanted):
                 return kernels
             log.warning("digests made on the GPU are wrong here: they are made on the processor")
@@ -165,7 +188,7 @@ class CUDADevice(Device):
 
     def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
         if self.kernels is None:
-            return CUDAMoves(into, out_of, length)
+            return CUDAMoves(self.place.index, into, out_of, length)
         return KernelMoves(self.kernels.GPUMoves(self.place, into, out_of, length))
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:

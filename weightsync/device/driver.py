@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -199,12 +199,17 @@ def allocation(device: int, address: int) -> tuple[int, int]:
     return base.value, size.value
 
 
-def allocation_serial(device: int, address: int) -> int:
-    """A number that the allocation of an address has, and no other of this process ever has."""
+def allocation_serials(device: int, addresses: Iterable[int]) -> list[int | None]:
+    """Numbers that the allocations of addresses have, and no others of this process ever have.
+
+    None: no memory is there any more.
+    """
     serial = ctypes.c_uint64()
+    attribute, into = _library().cuPointerGetAttribute, ctypes.byref(serial)
     with on(device):
-        _call("cuPointerGetAttribute", ctypes.byref(serial), _BUFFER_ID, address)
-    return serial.value
+        return [
+            None if attribute(into, _BUFFER_ID, address) else serial.value for address in addresses
+        ]
 
 
 def ipc_handle(device: int, address: int) -> bytes:

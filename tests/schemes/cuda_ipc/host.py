@@ -63,8 +63,14 @@ class HostExchange(Exchange):
                 return base, len(mapping)
         raise WeightSyncError("not made to be shown")
 
-    def serial(self, place, address):
-        return hash(self.handle(place, self.allocation(place, address)[0]))
+    def serials(self, place, addresses):
+        return [self._serial(place, address) for address in addresses]
+
+    def _serial(self, place, address):
+        try:
+            return hash(self.handle(place, self.allocation(place, address)[0]))
+        except WeightSyncError:
+            return None
 
     def handle(self, place, base):
         return self.made[base][0].encode().ljust(HANDLE_BYTES, b"\0")

@@ -96,8 +96,8 @@ class Exports:
         """
         if (look.fingerprint, look.facts, look.devices) != (manifest.fingerprint, facts, devices):
             return False
-        serials = [(self._serial(look.place, address), serial) for address, serial in look.shown]
-        return all(now == then is not None for now, then in serials)
+        now = self._exchange.serials(look.place, (address for address, _ in look.shown))
+        return None not in now and now == [serial for _, serial in look.shown]
 
     def _look_at(self, inventory: Inventory, facts: Facts, devices: list[torch.device]) -> _Look:
         self._look = None  # its buffer goes before there is another one
@@ -130,7 +130,8 @@ class Exports:
             tuple(allocations),
             tuple(found or (0, 0) for found in places),
         )
-        serials = tuple((a.address, self._serial(place, a.address)) for a in shown)
+        begins = [allocation.address for allocation in shown]
+        serials = tuple(zip(begins, self._exchange.serials(place, begins), strict=True))
         self._look = _Look(
             manifest.fingerprint, facts, devices, place, serials, copied, room, table
         )
@@ -168,13 +169,6 @@ class Exports:
         try:
             base, nbytes = self._exchange.allocation(place, address)
             return Allocation(self._exchange.handle(place, base), nbytes, base)
-        except WeightSyncError:
-            return None
-
-    def _serial(self, place: torch.device, address: int) -> int | None:
-        """None: no memory is there any more."""
-        try:
-            return self._exchange.serial(place, address)
         except WeightSyncError:
             return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -69,11 +69,10 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def serial(self, place: torch.device, address: int) -> int:
-        """The number of an allocation, which no other has, not even at the same address.
+    def serials(self, place: torch.device, addresses: Iterable[int]) -> list[int | None]:
+        """The numbers of allocations, which no others have, not even at the same address.
 
-        Raises:
-            WeightSyncError: none of ours.
+        None: no memory is there any more.
         """
 
     @abstractmethod
@@ -143,8 +142,8 @@ class CUDAExchange(Exchange):
     def allocation(self, place: torch.device, address: int) -> tuple[int, int]:
         return driver.allocation(place.index, address)
 
-    def serial(self, place: torch.device, address: int) -> int:
-        return driver.allocation_serial(place.index, address)
+    def serials(self, place: torch.device, addresses: Iterable[int]) -> list[int | None]:
+        return driver.allocation_serials(place.index, addresses)
 
     def handle(self, place: torch.device, base: int) -> bytes:
         return driver.ipc_handle(place.index, base)
