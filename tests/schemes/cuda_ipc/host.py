@@ -58,7 +58,8 @@ class HostExchange(Exchange):
         pass
 
     def allocation(self, place, address):
-        for base, (_, mapping) in self.made.items():
+        made = [(base, mapping) for base, (_, mapping) in self.made.items()]
+        for base, mapping in [*made, *self.opened.items()]:
             if base <= address < base + len(mapping):
                 return base, len(mapping)
         raise WeightSyncError("not made to be shown")

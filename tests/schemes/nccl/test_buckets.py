@@ -139,6 +139,14 @@ def test_a_flipped_bit_is_found_and_the_tensors_named():
         {"pieces": []},
         {"nbytes": 0, "pieces": []},
         {"digests": [1, 2]},
+        {"pieces": [[(1 << 63) - 8, 12]]},  # their sum overflows, and lies before the end
+        {"pieces": [[0, 1 << 62], [0, 1 << 62], [0, 1 << 62], [0, 1 << 62], [0, 12]]},
+        {"pieces": [[1 << 80, 12]]},
+        {"pieces": [[0]]},
+        {"pieces": [["x", 12]]},
+        {"pieces": None},
+        {"digests": 7},
+        {"nbytes": "many"},
     ],
 )
 def test_pieces_that_lie_nowhere_are_refused(lie):

@@ -64,8 +64,10 @@ class Exchange(ABC):
     def allocation(self, place: torch.device, address: int) -> tuple[int, int]:
         """Where the allocation begins in which an address lies, and how many bytes it has.
 
+        Also of one that :meth:`open` has mapped.
+
         Raises:
-            WeightSyncError: none of ours.
+            WeightSyncError: there is none.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from weightsync.errors import EngineError, WeightSyncError
 from weightsync.manifest import ParamSpec
 from weightsync.run.process import this_process
 from weightsync.schemes.cuda_ipc.handles import Exchange
-from weightsync.schemes.cuda_ipc.layout import Table
+from weightsync.schemes.cuda_ipc.layout import Allocation, Table
 from weightsync.tensors import Addresses, plain_address
 from weightsync.transport import Targets
 
@@ -134,23 +134,25 @@ class Mapped:
                 f"the trainer's weights lie on GPU {table.device}, which this process does not "
                 "see: CUDAIPCScheme is for both on one GPU; use DoubleBufferScheme"
             )
-        if table.process == this_process():  # CUDA opens no handles of the own process
-            bases = [allocation.address for allocation in table.allocations]
-        else:
-            bases = []
-            try:
-                for allocation in table.allocations:
-                    self._opened.append(self._exchange.open(place, allocation.handle))
-            except WeightSyncError as error:
-                self._close(place)
-                raise EngineError(
-                    f"the trainer's memory on {place} cannot be mapped: {error}; usual causes: "
-                    "containers that do not share an IPC and a PID namespace (--ipc=host "
-                    "--pid=host), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, MIG (both need "
-                    "the same slice), or a trainer that has just ended; DoubleBufferScheme needs "
-                    "none of that"
-                ) from None
-            bases = self._opened
+        own = table.process == this_process()  # CUDA opens no handles of the own process
+        bases = []
+        try:
+            for allocation in table.allocations:
+                base = allocation.address
+                if not own:
+                    base = self._exchange.open(place, allocation.handle)
+                    self._opened.append(base)
+                self._require_whole(place, base, allocation)
+                bases.append(base)
+        except WeightSyncError as error:
+            self._close(place)
+            raise EngineError(
+                f"the trainer's memory on {place} cannot be mapped: {error}; usual causes: "
+                "containers that do not share an IPC and a PID namespace (--ipc=host "
+                "--pid=host), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, MIG (both need "
+                "the same slice), or a trainer that has just ended; DoubleBufferScheme needs "
+                "none of that"
+            ) from None
         specs = table.manifest.tensors
         self._addresses = {
             spec.name: bases[which] + offset
@@ -158,6 +160,16 @@ class Mapped:
             if spec.nbytes
         }
         self._place = place
+
+    def _require_whole(self, place: torch.device, base: int, claimed: Allocation) -> None:
+        """What a table says of memory becomes addresses in it: it is not believed.
+
+        Raises:
+            WeightSyncError: no allocation begins there, or it is shorter.
+        """
+        begin, nbytes = self._exchange.allocation(place, base)
+        if begin != base or nbytes < claimed.nbytes:
+            raise WeightSyncError(f"{claimed.nbytes:,} bytes were announced, {nbytes:,} are there")
 
     def _unmap(self) -> None:
         place, self._place = self._place, None

@@ -69,6 +69,7 @@ class Slot:
 
         Raises:
             FileNotFoundError: it is gone. ProtocolError: the file is shorter than its manifest.
+            NoRoomError: there are not so many addresses.
         """
         name = layout.slot_bytes(number)
         fd = generation.open_file(name, os.O_RDWR if writable else os.O_RDONLY)
@@ -78,7 +79,12 @@ class Slot:
             if found < size:  # reading past its end would be a bus error
                 raise ProtocolError(f"{generation.path}/{name}: {found} bytes instead of {size}")
             access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            return cls(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=access), status)
+            try:
+                mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=access)
+            except (OSError, OverflowError) as error:
+                words = f"{size} bytes cannot be mapped: {error}"
+                raise NoRoomError(f"{generation.path}/{name}: {words}") from None
+            return cls(mapping, status)
         finally:
             os.close(fd)
 

@@ -6,12 +6,13 @@ import contextlib
 import re
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from weightsync.chunks import Copier, Digests, Geometry
+from weightsync.chunks import CHUNK, Copier, Digests, Geometry
 from weightsync.deadline import Deadline
 from weightsync.device import Device
 from weightsync.errors import (
@@ -51,11 +52,15 @@ class MappedGeneration:
             self.manifest = Manifest.from_json(directory.read(layout.MANIFEST, layout.MAX_MANIFEST))
         except ManifestError as error:
             raise ManifestError(f"{directory.path}/{layout.MANIFEST}: {error}") from None
-        self.geometry = Geometry(self.manifest)
         self.index = {spec.name: number for number, spec in enumerate(self.manifest.tensors)}
         self._slots: dict[int, Slot] = {}
         self._views: list[ProgressView] = []
         self._grew: dict[int, tuple[int, int, float]] = {}
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Made when a slot is there that is as long as the manifest says: it costs memory."""
+        return Geometry(self.manifest)
 
     def arriving(self, newest: Version | None) -> SlotArriving | None:
         """The newest version that is being written into a slot, if it is newer than another."""
@@ -272,16 +277,16 @@ class DoubleBufferSnapshot(Snapshot):
         self.manifest = generation.manifest
         self._generation = generation
         self._attempt = commit.attempt
-        self._geometry = generation.geometry
         self._index = generation.index
         self._lock = lock
         self._copier = copier
         self._slot: Slot | None = generation.slot(commit.slot)
         self._where = f"version {commit.version} in {generation.directory.path} slot {commit.slot}"
         self._digests = self._read_digests(generation, commit) if verified else None
+        self._geometry = generation.geometry
 
     def _read_digests(self, generation: MappedGeneration, commit: Commit) -> Digests:
-        count = generation.geometry.chunks
+        count = -(-generation.manifest.nbytes // CHUNK)
         try:
             data = generation.directory.read(layout.slot_digests(commit.slot), count * 8)
         except FileNotFoundError:

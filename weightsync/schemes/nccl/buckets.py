@@ -361,15 +361,18 @@ def check(part: dict[str, Any], manifest: Manifest) -> Pieces:
     Raises:
         ProtocolError: the message makes no sense.
     """
-    nbytes, digests = part["nbytes"], part["digests"]
-    table = np.array(part["pieces"], dtype=np.int64).reshape(-1, 2)
-    offsets, lengths = table[:, 0], table[:, 1]
-    inside = (offsets >= 0) & (lengths > 0) & (offsets + lengths <= manifest.nbytes)
-    if not inside.all() or int(lengths.sum()) != nbytes or nbytes <= 0:
+    try:
+        nbytes, count = int(part["nbytes"]), len(part["digests"])
+        pieces = [(int(offset), int(length)) for offset, length in part["pieces"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"a bucket's message makes no sense: {error!r:.200}") from None
+    # In numbers that do not overflow: what passes becomes an address.
+    inside = all(0 <= at < at + length <= manifest.nbytes for at, length in pieces)
+    if not inside or sum(length for _, length in pieces) != nbytes or nbytes <= 0:
         raise ProtocolError("a bucket has pieces that lie nowhere")
-    if digests and len(digests) != -(-nbytes // CHUNK):
-        raise ProtocolError(f"a bucket of {nbytes} bytes has {len(digests)} digests")
-    return list(zip(offsets.tolist(), lengths.tolist(), strict=True))
+    if count and count != -(-nbytes // CHUNK):
+        raise ProtocolError(f"a bucket of {nbytes} bytes has {count} digests")
+    return pieces
 
 
 def verify(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,10 +21,13 @@ from weightsync.version import Version
 
 @dataclass(frozen=True)
 class Layout:
-    """A manifest, and what is computed from it once."""
+    """A manifest, and what is computed from it once, when there is memory for what it promises."""
 
     manifest: Manifest
-    geometry: Geometry
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        return Geometry(self.manifest)
 
 
 class Slot:
@@ -87,7 +91,7 @@ class Staging:
             read = Manifest.from_json((manifest or "").encode())
             if read.fingerprint != fingerprint:
                 raise WeightSyncError("the manifest is not the one that was announced")
-            self._layout = Layout(read, Geometry(read))
+            self._layout = Layout(read)
         return self._layout
 
     def begin(
@@ -209,7 +213,7 @@ class StagedSnapshot(Snapshot):
     ) -> None:
         self.version = version
         self.manifest = layout.manifest
-        self._geometry = layout.geometry
+        self._layout = layout
         self._staging = staging
         self._slot: Slot | None = slot
         self._turn = slot.turn
@@ -232,7 +236,7 @@ class StagedSnapshot(Snapshot):
     def copy_into(self, targets: Targets) -> None:
         self._require_open()
         slot = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
-        self._copier.read(self._geometry, slot, targets.addresses, None)
+        self._copier.read(self._layout.geometry, slot, targets.addresses, None)
         targets.on_gpus.write(self.memory())
         for name, target in targets.rest.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
