@@ -103,12 +103,15 @@ def start_engine(state: Any, folder: str, load_format: str, options: dict[str, A
 
 
 def tokens(state: Any) -> list[list[int]]:
+    """Greedy, one prompt after the other: what shares a batch changes the last bits."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = state.llm.generate(prompts, greedy, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    found = []
+    for prompt in PROMPTS:
+        (output,) = state.llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
+        found.append(list(output.outputs[0].token_ids))
+    return found
 
 
 def receive(state: Any, url: str, name: str, options: dict[str, Any]) -> None:
@@ -312,6 +315,8 @@ def ours(
                 for column in ("apply", "pause"):
                     times[column].append(max(each[column] for each in told))
                 notes = told[0]["notes"]
+            if number == part.rounds + 3:
+                require_others(form)
         same = [generated == form.reference for generated in ask_all(form.engines, tokens)]
     part.say(
         f"{form.title}, {way}",
@@ -355,6 +360,8 @@ def theirs(part: Part, form: Form, trainer: Peer) -> None:
                 first = min(began, *(begin for begin, _ in spans))
                 whole.append(max(ended for _, ended in spans) - first)
                 pauses.append(max(ended - begin for begin, ended in spans))
+            if number == part.rounds:
+                require_others(form)
         same = [generated == form.reference for generated in ask_all(form.engines, tokens)]
     finally:
         catch_up([trainer, *form.engines])
@@ -368,6 +375,16 @@ def theirs(part: Part, form: Form, trainer: Peer) -> None:
         pause=in_milliseconds(pauses),
         **{"end to end": in_milliseconds(whole)},
     )
+
+
+def require_others(form: Form) -> None:
+    """
+    Raises:
+        AssertionError: the weights were changed, and generate what they did before: equal tokens at
+            the end would say nothing.
+    """
+    found = ask_all(form.engines, tokens)
+    assert form.reference not in found, "changed weights have not changed what is generated"
 
 
 def over_nccl(part: Part, form: Form, trainer: Peer) -> None:

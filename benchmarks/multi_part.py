@@ -169,9 +169,9 @@ def reset(state: Any) -> None:
 
 
 def change(state: Any) -> None:
-    """Every weight becomes another."""
+    """Every weight becomes another, and stands elsewhere, so that tokens change."""
     for tensor in state.weights.values():
-        tensor.mul_(-1.0078125)
+        tensor.copy_(tensor.roll(1, 0)).mul_(-1.0078125)
     settle(state)
 
 
