@@ -325,7 +325,7 @@ def ours(
         workers=form.workers,
         apart=form.apart,
         tokens=all(same),
-        read=[float(found) for found in re.findall(r"by plan \(([\d.]+) GB\)", " ".join(notes))],
+        read=read_by_plan(" ".join(notes)),
         notes=notes,
         **{column: in_milliseconds(took) for column, took in times.items()},
     )
@@ -375,6 +375,13 @@ def theirs(part: Part, form: Form, trainer: Peer) -> None:
         pause=in_milliseconds(pauses),
         **{"end to end": in_milliseconds(whole)},
     )
+
+
+def read_by_plan(notes: str) -> list[float]:
+    """GB that the ranks read, each figure once; none if some layers are not planned."""
+    if "by vLLM's reload" in notes:
+        return []
+    return [float(found) for found in re.findall(r"by plan \(([\d.]+) GB\)", notes)]
 
 
 def require_others(form: Form) -> None:

@@ -172,6 +172,18 @@ def test_nothing_measured_is_no_success(multi):
     assert all("not measured" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("notes", "read"),
+    [
+        ("model: 5 copies by plan (1.24 GB) model: 5 copies by plan (1.25 GB)", [1.24, 1.25]),
+        ("model: 5 copies by plan (1.24 GB); 2 layers by vLLM's reload: head (cast)", []),
+        ("model: by vLLM's reload (it was asked for)", []),
+    ],
+)
+def test_what_ranks_read_is_in_their_notes_if_all_is_planned(multi, notes, read):
+    assert importlib.import_module("multi_engine").read_by_plan(notes) == read
+
+
 @pytest.mark.parametrize("gpus", range(1, 9))
 def test_engines_have_gpus_of_their_own_where_there_are_enough(multi, gpus):
     engine = importlib.import_module("multi_engine")
