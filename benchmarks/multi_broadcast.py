@@ -220,12 +220,12 @@ def updates(
         digests=verify,
         shared=len(others) >= part.gpus,
         publish=in_milliseconds(ours),
-        apply=in_milliseconds(applied),
+        written=in_milliseconds(applied),
         flat=in_milliseconds(flat),
         of_flat=ratios(flat, ours),
     )
     part.say(
-        f"torch's broadcast of one flat tensor, beside: {path}",
+        f"one flat broadcast beside {path}",
         nbytes=nbytes_of(sizes),
         publish=in_milliseconds(flat),
     )
