@@ -137,8 +137,8 @@ class Trainer:
         began = time.monotonic()
         for number, tensor in enumerate(self.weights.values()):
             host = tensor.cpu().view(torch.uint8).reshape(-1)
-            with open(f"{path}/{number}", "w+b") as file:
-                file.truncate(host.numel())
+            with open(os.open(f"{path}/{number}", os.O_RDWR | os.O_CREAT), "r+b") as file:
+                file.truncate(host.numel())  # there already, but for the first time
                 mapped = torch.frombuffer(mmap.mmap(file.fileno(), host.numel()), dtype=torch.uint8)
             mapped.copy_(host)
         return began, time.monotonic()
