@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from torch import nn
 
 import weightsync as ws
 from tests.conftest import WAIT, assert_all_same, read, send
+from weightsync.engines.module import ModuleEngine
+from weightsync.testing.processes import eventually
+from weightsync.version import Version
 
 
 def weights(value):
@@ -486,3 +490,96 @@ def test_a_version_for_nobody_makes_room_for_the_next(run_dir, slots):
             sender.update_weights(version=6, receivers=["one"])
             assert receiver.poll_and_apply().version.number == 6
             assert held["w"].eq(6).all()
+
+
+class Refusing(ModuleEngine):
+    """Fails at some versions, and is as good as new at the next."""
+
+    def __init__(self, target, *numbers):
+        super().__init__(target)
+        self.numbers = numbers
+
+    def apply(self, update, deadline):
+        super().apply(update, deadline)
+        if update.version.number in self.numbers:
+            raise RuntimeError("no such kernel")
+
+
+class TestBoundedLag:
+    def ends(self, ends, engine=None):
+        return ends.pair(weights(1), engine or weights(0), scheme=ends.scheme(slots=4))
+
+    def test_a_receiver_may_be_so_far_behind_and_no_further(self, ends):
+        sender, receiver = self.ends(ends)
+        sender.update_weights(version=10)
+        receiver.poll_and_apply()
+        for number in (20, 30):  # versions count, not the steps between them
+            report = sender.update_weights(version=number, max_lag=2)
+            assert report.receivers == () or report.receivers[0].version.number == 10
+        with pytest.raises(ws.ReceiverError, match=rf"max_lag=2.*{receiver.id}.*:10: late") as late:
+            sender.update_weights(version=40, max_lag=2, timeout=0.2)
+        assert late.value.report.version.number == 40  # it is published all the same
+        assert receiver.poll_and_apply().version.number == 40
+        assert sender.update_weights(version=50, max_lag=2).receivers[0].version.number == 40
+
+    def test_the_sender_waits_for_the_slowest(self, ends):
+        sender, slow = self.ends(ends)
+        fast = ends.receiver(weights(0), scheme=ends.scheme(slots=4))
+        fast.follow()
+        sender.update_weights(version=1)
+        applying = threading.Timer(0.3, slow.poll_and_apply)
+        applying.start()
+        report = sender.update_weights(version=2, max_lag=1)
+        assert {r.receiver for r in report.receivers} == {slow.id, fast.id}
+        assert all(r.version.number >= 1 for r in report.receivers)
+        applying.join()
+
+    def test_no_lag_at_all_is_to_wait_until_it_is_applied(self, ends):
+        sender, receiver = self.ends(ends)
+        receiver.follow()
+        report = sender.update_weights(version=1, max_lag=0)
+        assert [r.version for r in report.receivers] == [report.version]
+
+    def test_a_failure_is_heard_of_although_the_receiver_is_not_too_far_behind(self, ends):
+        """C1: in its own words."""
+        sender, receiver = self.ends(ends, Refusing(weights(0), 2, 3))
+        errors = []
+        sender.update_weights(version=1)
+        receiver.poll_and_apply()
+        receiver.follow(on_error=errors.append)
+        sender.update_weights(version=2)
+        eventually(lambda: errors or None, WAIT)
+        with pytest.raises(ws.ReceiverError, match="no such kernel") as failed:
+            sender.update_weights(version=3, max_lag=2)
+        assert failed.value.failures[0].version.number == 1
+        assert sender.update_weights(version=4, max_lag=1).receivers[0].version.number == 4
+
+    def test_a_failure_that_the_newest_version_mends_is_none(self, ends):
+        sender, receiver = self.ends(ends, Refusing(weights(0), 2))
+        errors = []
+        receiver.follow(on_error=errors.append)
+        sender.update_weights(version=1, max_lag=0)
+        sender.update_weights(version=2)
+        eventually(lambda: errors or None, WAIT)
+        report = sender.update_weights(version=3, max_lag=1)
+        assert [r.version for r in report.receivers] == [report.version]
+
+    def test_the_age_of_a_sample(self, ends):
+        sender, receiver = self.ends(ends)
+        sender.update_weights(version=10)
+        receiver.poll_and_apply()
+        with receiver.hold() as version:
+            assert sender.lag(version) == 0
+        for number in (20, 20, 30):
+            sender.update_weights(version=number)
+        assert sender.lag(version) == 2
+        assert sender.lag(Version(0, 99)) == 3  # of another life
+
+    @pytest.mark.parametrize("wrong", [-1, 1.0, True, 1 << 20])
+    def test_a_lag_is_a_number_of_versions(self, ends, wrong):
+        with pytest.raises(ValueError, match="max_lag"):
+            ends.sender(weights(1)).update_weights(version=1, max_lag=wrong)
+
+    def test_applied_leaves_no_lag(self, ends):
+        with pytest.raises(ValueError, match="max_lag=1"):
+            ends.sender(weights(1)).update_weights(version=1, wait="applied", max_lag=1)

@@ -87,6 +87,12 @@ class ReceiverReport:
         """Names of those of its engines that are gone, while it lives."""
         return frozenset(engine.engine for engine in self.engines if engine.state == "dead")
 
+    @property
+    def failed_last(self) -> bool:
+        """Whether the last version that it tried is not the one it holds."""
+        tried, held = self.attempted, self.version
+        return tried is not None and (held is None or held < tried)
+
     def __str__(self) -> str:
         held = f"holds {self.version}" if self.version else "holds no version"
         words = f": {self.error}" if self.error else ""

@@ -6,6 +6,7 @@ import logging
 import operator
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
 
 log = logging.getLogger("weightsync")
+
+_REMEMBERED = 4096
+"""Versions of the past that are counted, for ``max_lag`` and :meth:`Sender.lag`."""
+
+_GONE = ("dead", "failed")
+"""States of receivers from which nothing is to be expected."""
 
 
 class Sender:
@@ -85,7 +92,7 @@ class Sender:
         self._publisher = scheme.create_publisher()
         self._source: WeightSource | None = None
         self._epoch: int | None = None
-        self._version: Version | None = None
+        self._published: deque[Version] = deque(maxlen=_REMEMBERED)
         self._tried = -1
         self._attached: list[Receiver] = []
         self._dead_engines: dict[str, frozenset[str]] = {}
@@ -101,7 +108,18 @@ class Sender:
     @property
     def version(self) -> Version | None:
         """The last version that was published."""
-        return self._version
+        return self._published[-1] if self._published else None
+
+    def lag(self, version: Version) -> int:
+        """How many versions this sender has published after one: the age of what was sampled by it.
+
+        Of one of a former sender's: all of them. Counted are the last 4096.
+        """
+        return sum(published > version for published in self._published)
+
+    def _remember(self, version: Version) -> None:
+        if version != self.version:  # the same once more is no other version
+            self._published.append(version)
 
     def connect(self, timeout: float = 60.0, receivers: int | Sequence[str] = 0) -> None:
         """Take ownership of the run, make room for the registered model, and wait for receivers.
@@ -179,6 +197,7 @@ class Sender:
         wait: Literal["published", "applied"] = "published",
         timeout: float | None = None,
         receivers: Sequence[str] | None = None,
+        max_lag: int | None = None,
     ) -> SyncReport:
         """Publish the current weights, whole or not at all.
 
@@ -191,32 +210,43 @@ class Sender:
             timeout: seconds in all; None for the sender's own.
             receivers: ids of the receivers it is meant for; None for all. The others keep what
                 they hold, and the buffer it lies in: have one more of these than receivers.
+            max_lag: how many versions of this sender's a receiver may be behind on return: wait
+                until every live one holds the version published so many before this one, or a
+                newer one. 0 is ``wait="applied"``; None lets them be as far behind as the scheme
+                does.
 
         Raises:
             SourceError: a tensor cannot be sent; nothing became visible.
             VersionError: the number does not grow; nothing became visible.
             NoRoomError, DeadlineError: no room or no free buffer; nothing became visible.
-            ReceiverError: published, but a receiver failed, died or was late. The others went
-                on; the error carries the report.
+            ReceiverError: published, but a receiver failed, died, was late or is further behind
+                than ``max_lag``. The others went on; the error carries the report.
         """
         began = time.perf_counter()
         deadline = Deadline(self._timeout if timeout is None else timeout)
+        lag = 0 if wait == "applied" else max_lag
         with self._alone(deadline):
             if self._ranks is None:
-                source = self._checked(weights, wait, receivers)
-                return self._update(source, version, wait, deadline, receivers, began)
+                source = self._checked(weights, wait, receivers, max_lag)
+                return self._update(source, version, lag, deadline, receivers, began)
             with self._ranks.operation(deadline):  # first of all: all hear what fails here
-                source = self._checked(weights, wait, receivers)
+                source = self._checked(weights, wait, receivers, max_lag)
                 if not self._ranks.leads:
                     return self._follow(self._ranks, source, deadline, version)
-                report = self._update(source, version, wait, deadline, receivers, began)
+                report = self._update(source, version, lag, deadline, receivers, began)
                 self._ranks.say({"report": report.to_dict()})
                 return report
 
-    def _checked(self, weights: Any, wait: str, receivers: Sequence[str] | None) -> WeightSource:
+    def _checked(
+        self, weights: Any, wait: str, receivers: Sequence[str] | None, max_lag: int | None
+    ) -> WeightSource:
         """The source of an update, after a look at what else was passed."""
         if wait not in ("published", "applied"):
             raise ValueError(f"wait={wait!r}: 'published' or 'applied'")
+        if max_lag is not None and (type(max_lag) is not int or not 0 <= max_lag < _REMEMBERED):
+            raise ValueError(f"max_lag={max_lag!r}: a number of versions, below {_REMEMBERED}")
+        if wait == "applied" and max_lag:
+            raise ValueError(f"wait='applied' waits for this very version: no max_lag={max_lag}")
         if self._epoch is None:
             raise WeightSyncError("the sender is not connected: call connect() first")
         if isinstance(receivers, str):
@@ -235,11 +265,12 @@ class Sender:
         try:
             over = follow(ranks, self._publisher, source, deadline, number)
         except ReceiverError as error:
-            self._version = self._version if error.report is None else error.report.version
+            if error.report is not None:
+                self._remember(error.report.version)
             raise
         report = SyncReport.from_dict(over["report"])
         if not report.skipped:
-            self._version = report.version
+            self._remember(report.version)
         return report
 
     @contextmanager
@@ -261,7 +292,7 @@ class Sender:
         self,
         source: WeightSource,
         version: int | None,
-        wait: str,
+        max_lag: int | None,
         deadline: Deadline,
         receivers: Sequence[str] | None,
         began: float,
@@ -295,7 +326,7 @@ class Sender:
             raise
         except BaseException:
             # It may have been announced just before.
-            self._version = new
+            self._remember(new)
             raise
         report = SyncReport(
             new,
@@ -308,19 +339,29 @@ class Sender:
             receivers=published.failures,
             notes=published.notes,
         )
+        owed: Version | None = None
         if not published.skipped:
-            self._version = new
-            report = self._drive(report, wait, deadline, receivers)
+            self._remember(new)
+            owed = self._owed(max_lag)
+            report = self._drive(report, owed, deadline, receivers)
         report = replace(report, seconds=replace(report.seconds, total=time.perf_counter() - began))
-        failures = (*report.behind(), *self._bereaved(report))
+        behind = tuple(r for r in report.behind() if owed is None or not _may_lag(r, owed))
+        failures = (*behind, *self._bereaved(report, behind))
         if failures and not report.skipped:
             words = "; ".join(map(str, failures))
-            raise ReceiverError(f"version {new.number}: {words}", failures, report)
+            bound = f" (max_lag={max_lag})" if max_lag else ""
+            raise ReceiverError(f"version {new.number}{bound}: {words}", failures, report)
         return report
+
+    def _owed(self, max_lag: int | None) -> Version | None:
+        """The oldest version that a receiver may hold now; None: any, or none at all."""
+        if max_lag is None or len(self._published) <= max_lag:
+            return None
+        return self._published[-1 - max_lag]
 
     def _next_number(self, version: int | None) -> int:
         if version is None:
-            return max(self._version.number if self._version else -1, self._tried) + 1
+            return max(self.version.number if self.version else -1, self._tried) + 1
         whole = hasattr(version, "__index__") and not isinstance(version, bool)
         if not whole or operator.index(version) < 0:
             raise ValueError(f"version={version!r}: a step number, not negative")
@@ -329,17 +370,17 @@ class Sender:
     def _drive(
         self,
         report: SyncReport,
-        wait: str,
+        owed: Version | None,
         deadline: Deadline,
         receivers: Sequence[str] | None,
     ) -> SyncReport:
-        """Have the attached receivers apply the version, and wait for the others if asked to.
+        """Have the attached receivers apply the version, and wait for what the others owe.
 
         Afterwards nobody reads the trainer's own memory any more.
         """
         answers = {lost.receiver: lost for lost in report.receivers}
         try:
-            self._hear(answers, report.version, wait, deadline, receivers)
+            self._hear(answers, report.version, owed, deadline, receivers)
         except BaseException:
             with suppress(WeightSyncError):
                 self._publisher.conclude(report.version, Deadline(0), tuple(answers))
@@ -357,10 +398,12 @@ class Sender:
         self,
         answers: dict[str, ReceiverReport],
         version: Version,
-        wait: str,
+        owed: Version | None,
         deadline: Deadline,
         receivers: Sequence[str] | None,
     ) -> None:
+        # One that has switched to another run is that run's.
+        self._attached = [r for r in self._attached if r.scheme == self.scheme]
         for receiver in self._attached:
             if receivers is not None and receiver.id not in receivers:
                 continue
@@ -369,8 +412,8 @@ class Sender:
             except Exception as error:
                 log.warning("attached receiver %s: %s", receiver.id, error)
             answers[receiver.id] = receiver.status()
-        if wait == "applied" and set(receivers or ["?"]) - set(answers):
-            late = self._publisher.wait_applied(version, deadline, receivers)
+        if owed is not None and set(receivers or ["?"]) - set(answers):
+            late = self._wait_applied(owed, version, deadline, receivers)
             if not late and not answers:
                 raise DeadlineError(
                     f"version {version.number} is published, but no receiver was connected "
@@ -378,13 +421,30 @@ class Sender:
                 )
             answers.update({r.receiver: r for r in late if r.receiver not in answers})
 
-    def _bereaved(self, report: SyncReport) -> list[ReceiverReport]:
-        """The receivers that have the version, and lost an engine since that was last looked at."""
+    def _wait_applied(
+        self,
+        owed: Version,
+        version: Version,
+        deadline: Deadline,
+        receivers: Sequence[str] | None,
+    ) -> list[ReceiverReport]:
+        """The answers to the version that is owed; of who failed at it those to the newest."""
+        reports = self._publisher.wait_applied(owed, deadline, receivers)
+        failed = [r.receiver for r in reports if r.failed_last and r.state not in _GONE]
+        if owed == version or not failed:
+            return reports
+        again = {r.receiver: r for r in self._publisher.wait_applied(version, deadline, failed)}
+        return [again.get(report.receiver, report) for report in reports]
+
+    def _bereaved(
+        self, report: SyncReport, behind: Sequence[ReceiverReport]
+    ) -> list[ReceiverReport]:
+        """Receivers that are not behind, and lost an engine since that was last looked at."""
         found = []
         for receiver in report.receivers:
             known = self._dead_engines.get(receiver.receiver, frozenset())
             self._dead_engines[receiver.receiver] = receiver.dead_engines
-            if receiver.dead_engines - known and receiver not in report.behind():
+            if receiver.dead_engines - known and receiver not in behind:
                 found.append(receiver)
         return found
 
@@ -444,6 +504,13 @@ class Sender:
 def _name(scheme: WeightSyncScheme, published: Published) -> str:
     kind = scheme.url_scheme
     return f"{kind}:{published.scheme}" if published.scheme else kind
+
+
+def _may_lag(report: ReceiverReport, owed: Version) -> bool:
+    """Whether a receiver that is behind is so for no other reason than its work."""
+    if report.state in (*_GONE, "waiting") or report.failed_last:
+        return False
+    return report.version is not None and report.version >= owed
 
 
 def _require_whole(inventory: Inventory) -> None:

@@ -147,6 +147,9 @@ class Publisher(ABC):
     ) -> list[ReceiverReport]:
         """Wait until every live receiver answered for ``version``, or died, or is late.
 
+        It is the last that was published, or an earlier one, for which a receiver has answered
+        that holds a newer one.
+
         Never raises for a receiver's sake: the state of each report says what became of it.
         """
 

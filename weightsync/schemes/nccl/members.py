@@ -379,8 +379,8 @@ class Members:
         def wanted() -> list[Member]:
             if receivers is not None:
                 return [member for id in receivers if (member := self._by_id.get(id))]
-            # Those that it was sent to; one that came later gets the next.
-            sent = [m for m in self.known() if m.told and m.told[0] == version and not m.silent]
+            # Those that it, or a newer one, was sent to; one that came later gets the next.
+            sent = [m for m in self.known() if m.told and m.told[0] >= version and not m.silent]
             return [m for m in sent if not m.left or self._answered(m, version)]
 
         def all_answered() -> bool:
@@ -395,7 +395,7 @@ class Members:
                 report = self.report_of(member)
                 if not self._answered(member, version):
                     report = replace(report, state="waiting", error=report.error or "late")
-                elif member.left and (report.version is None or report.version < version):
+                elif member.left and not self._tried(member, version):
                     report = replace(report, state="dead", error="it has signed off")
                 elif member.left:
                     report = replace(member.report)
@@ -413,11 +413,15 @@ class Members:
             return True
         if member.left or not member.is_whole or member.failed:
             return True
-        if member.told is None or member.told[0] != version:
+        if member.told is None or member.told[0] < version:
             return True  # it did not arrive there, which was said already
-        attempted = member.report.attempted
         # An answer to an earlier attempt at this version is none to this one.
-        return attempted is not None and attempted >= version and member.reported > member.announced
+        return self._tried(member, version) and member.reported > member.announced
+
+    @staticmethod
+    def _tried(member: Member, version: Version) -> bool:
+        known = (member.report.version, member.report.attempted)
+        return any(each is not None and each >= version for each in known)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Those that are dead, which was said now; one that has come back since is kept."""
