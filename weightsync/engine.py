@@ -115,6 +115,19 @@ class Engine(ABC):
             EngineError: the engine is not set up for it; says what to change.
         """
 
+    def join(self, url: str, deadline: Deadline) -> None:
+        """Get ready to take updates from another scheme, beside the one it is connected to.
+
+        One of the two is left soon, by :meth:`leave`.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        self.connect(url, deadline)
+
+    def leave(self, url: str) -> None:
+        """Take no more updates from a scheme, one of the two that it was connected to."""
+
     def check(self, manifest: Manifest) -> Fit:
         """Compare names, shapes and dtypes with what the engine has, touching nothing.
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from weightsync.attempt import Attempt, Way, patience, words_of
@@ -28,14 +28,22 @@ REVIVAL = 3.0
 """Seconds that an engine which is thought to be dead has to answer again."""
 
 
+LEAVING = 10.0
+"""Seconds that engines have to hear that a run is left."""
+
+
 @dataclass
 class _Late:
-    """A step that an engine has not come back from, and what it may still read."""
+    """A step that an engine has not come back from, and what it may still read.
+
+    ``foreign``: the step was to a version of another run.
+    """
 
     thread: threading.Thread
     attempt: Attempt
     version: Version
     reads: Update | None
+    foreign: bool = False
 
 
 @dataclass
@@ -94,13 +102,35 @@ class Member:
     def leave(self, late: _Late, error: BaseException) -> None:
         """Go on without it: what it holds is not known before it comes back."""
         self.late, self.attempted = late, late.version
-        self.version, self.state, self.error = None, "unusable", words_of(error)
+        self.disown(words_of(error))
+
+    def disown(self, why: str | None, state: State = "unusable") -> None:
+        """It holds no whole version of this run."""
+        self.version, self.state, self.error = None, state, why
 
     def look_after(self) -> None:
         """See whether a step that was given up is over by now."""
         if self.late is not None and not self.late.thread.is_alive():
-            self.take(self.late.attempt, self.late.version)
+            if not self.late.foreign:
+                self.take(self.late.attempt, self.late.version)
             self.late = None
+
+    def take_back(self, other: Member) -> bool:
+        """Stand where an attempt to follow another run, which has failed, leaves the engine.
+
+        Returns:
+            Whether it holds what it held.
+        """
+        if other.late is not self.late and other.late is not None:
+            self.late = replace(other.late, foreign=True)
+            self.disown(other.error)
+        elif other.state == "applied":
+            self.disown(f"it holds version {other.version}, of another run")
+        elif other.state in ("unusable", "dead"):
+            self.disown(other.error, other.state)
+        else:
+            return True
+        return False
 
 
 _driven: weakref.WeakValueDictionary[tuple[int, str], Fleet] = weakref.WeakValueDictionary()
@@ -216,6 +246,48 @@ class Fleet:
                 except Exception as error:
                     log.warning("engine %s: %s", member.name, words_of(error))
         self.release()
+
+    # ---------------------------------------------------------------- from one run to another
+
+    def beside(self, url: str) -> Fleet:
+        """The same engines as those of another run, of which they hold no version."""
+        engines = {member.name: member.engine for member in self.members}
+        other = Fleet(engines, url, self._apply_timeout)
+        other._workers = self._workers
+        for mine, its in zip(self.members, other.members, strict=True):
+            its.first, its.late = mine.first, mine.late
+            its.state = "dead" if mine.state == "dead" else "connected"
+        return other
+
+    def join(self, deadline: Deadline) -> None:
+        """Have the engines take updates of this run too.
+
+        Raises:
+            EngineError: as :meth:`connect`.
+        """
+        self._each(lambda member: member.engine.join(self._url, deadline), deadline, self.alive)
+
+    def leave(self) -> None:
+        """Have the engines take no more updates of this run, as they are in another one."""
+        try:
+            self._each(lambda member: member.engine.leave(self._url), Deadline(LEAVING), self.alive)
+        except Exception as error:
+            log.warning("%s is left: %s", self._url, words_of(error))
+
+    def take_back(self, other: Fleet, held: Update | None) -> None:
+        """The engines are to stay in this run: some have been given a version of the other's.
+
+        Args:
+            held: what they held, which they are given again.
+        """
+        pairs = zip(self.members, other.members, strict=True)
+        untouched = [mine.take_back(its) for mine, its in pairs]
+        if held is None or all(untouched):
+            return
+        try:
+            self.update(held, None, Deadline(self._apply_timeout), again=False)
+        except Exception as error:
+            log.error("going back to %s: %s", held.version, words_of(error))
 
     # ---------------------------------------------------------------- where they stand
 
@@ -345,8 +417,13 @@ class Fleet:
                 total=max(member.seconds.total for member in members),
             )
 
-    def _each(self, action: Callable[[Member], None], deadline: Deadline) -> None:
-        """Do something with every engine at a time.
+    def _each(
+        self,
+        action: Callable[[Member], None],
+        deadline: Deadline,
+        among: Sequence[Member] | None = None,
+    ) -> None:
+        """Do something with every engine at a time, or with some of them.
 
         Raises:
             BaseException: what the only one raised. EngineError: what some of several raised.
@@ -362,12 +439,13 @@ class Fleet:
                 errors[member.name] = error
 
         threads: dict[str, threading.Thread] = {}
-        _together({m.name: partial(take, m) for m in self.members}, deadline, threads)
+        members = self.members if among is None else among
+        _together({m.name: partial(take, m) for m in members}, deadline, threads)
         for name, thread in threads.items():
             if thread.is_alive():
                 late = DeadlineError(f"it did not come back within {deadline.seconds:.1f} s")
                 errors = {**errors, name: late}
-        self._raise(errors, len(self.members))
+        self._raise(errors, len(members))
 
     def _raise(
         self,

@@ -33,6 +33,7 @@ from weightsync.guard import Guard
 from weightsync.interrupts import deferred_interrupts
 from weightsync.replicas import engines_of
 from weightsync.report import ReceiverReport, State, SyncReport
+from weightsync.switching import Destination
 from weightsync.transport import Snapshot
 from weightsync.version import Version
 
@@ -49,7 +50,7 @@ _AGAIN = 0.02
 
 
 _SLICE = 0.5
-"""Seconds that a wait of a coroutine goes on after it was cancelled."""
+"""Seconds that a wait goes on after its coroutine was cancelled, or its run was left."""
 
 _LOOK = 0.002
 """Seconds between two looks at a lock that a coroutine must not wait for."""
@@ -250,13 +251,21 @@ class Receiver:
         deadline = Deadline(timeout)
         gone: Version | None = None
         while True:
-            after = None if self._fleet.lost_weights() else self.version
-            version = self._subscriber.wait(after, deadline)
+            subscriber = self._subscriber
+            try:
+                after = None if self._fleet.lost_weights() else self.version
+                version = subscriber.wait(after, deadline.at_most(_SLICE))
+            except Exception:
+                if subscriber is self._subscriber:
+                    raise
+                continue  # it is another run's by now
             if version is None:
-                return None
+                if deadline.expired:
+                    return None
+                continue
             try:
                 with self._alone(Deadline(self._apply_timeout)) as deadline_of_apply:
-                    if self._is_new(version):
+                    if subscriber is self._subscriber and self._is_new(version):
                         return self._apply(version, deadline_of_apply, again=False)
             except VersionGoneError as error:
                 # Newer ones came while this one was looked at: take the newest there is. If that
@@ -352,12 +361,16 @@ class Receiver:
 
     def _let_go(self, update: Update | None) -> None:
         """End a lease, once no engine that is late reads from it any more."""
-        readers = self._fleet.readers_of(update) if update is not None else []
-        if update is not None and not readers:
+        if update is not None:
+            self._end_lease(update, self._fleet)
+
+    def _end_lease(self, update: Update, fleet: Fleet) -> None:
+        readers = fleet.readers_of(update)
+        if not readers:
             update.snapshot.close()
-        elif update is not None:
-            ending = partial(_close_after, readers, update.snapshot)
-            threading.Thread(target=ending, name=f"weightsync {self.id} lease", daemon=True).start()
+            return
+        ending = partial(_close_after, readers, update.snapshot)
+        threading.Thread(target=ending, name=f"weightsync {self.id} lease", daemon=True).start()
 
     def _report(self, update: Update, fit: Fit) -> SyncReport:
         manifest = update.snapshot.manifest
@@ -428,11 +441,11 @@ class Receiver:
 
     def _rest(self, seconds: float) -> None:
         """Before a version that failed is tried again. What is newer must not wait for that."""
-        over, tried = Deadline(seconds), self._fleet.attempted
-        while not over.expired and not self._stop.is_set():
+        over, tried, subscriber = Deadline(seconds), self._fleet.attempted, self._subscriber
+        while not over.expired and not self._stop.is_set() and subscriber is self._subscriber:
             slot = over.at_most(0.2)
             try:
-                if tried is not None and self._subscriber.wait(tried, slot) is not None:
+                if tried is not None and subscriber.wait(tried, slot) is not None:
                     return
             except Exception:  # what is wrong is said when a version is looked for in earnest
                 tried = None
@@ -474,6 +487,106 @@ class Receiver:
             self._subscriber.close()
             self._subscriber.delegate(workers)
             self._subscriber.open(deadline)
+
+    # ---------------------------------------------------------------- another run
+
+    def switch(self, scheme: WeightSyncScheme, timeout: float = 60.0) -> SyncReport:
+        """Follow another run of the same architecture, from its newest version on.
+
+        Requests go on meanwhile, and so do updates of the run so far, until the first version of
+        the other one is there. It is applied like any other, to all engines or to none; then this
+        receiver signs off in its former run. What counts as newer is asked within a run only.
+
+        Args:
+            scheme: of the other run, of whatever kind.
+            timeout: seconds to wait for its sender and for a version. Applying it has its own,
+                ``apply_timeout``.
+
+        Raises:
+            MismatchError: that run is of another architecture; says where they differ.
+            DeadlineError: no live sender, or no version.
+            EngineError, CorruptError, ...: an engine failed, was late or died.
+            In any case the receiver is where it was, and its engine holds what it held, as far as
+            ``status()`` does not say otherwise. The other run's sender hears of it.
+        """
+        self._require_connected()
+        self._require_thread()
+        deadline = Deadline(timeout)
+        if scheme == self.scheme:
+            raise WeightSyncError(f"receiver {self.id!r} follows {scheme.to_url()} already")
+        destination = Destination(scheme, self.id, self._fleet)
+        tried: Version | None = None
+        try:
+            destination.enter(self._workers, deadline)
+            with self._alone(deadline):
+                destination.join(self.status(), deadline)
+            while True:
+                tried = self._first_version(destination, deadline)
+                report = self._try_to_move(destination, tried)
+                if report is not None:
+                    return report
+                if deadline.expired:
+                    raise DeadlineError(f"{destination.url}: {tried} is announced, but not there")
+                self._stop.wait(_AGAIN)  # a newer one has taken its place
+        except BaseException as error:
+            if self._subscriber is not destination.subscriber:  # or an interrupt, just afterwards
+                self._give_up(destination, tried, error)
+            raise
+
+    def _first_version(self, destination: Destination, deadline: Deadline) -> Version:
+        while True:
+            version = destination.newest(deadline.at_most(_SLICE))
+            if version is not None:
+                return version
+            self._require_connected()
+            if deadline.expired:
+                seconds = f"{deadline.seconds:.1f} s"
+                raise DeadlineError(f"{destination.url}: no version to switch to within {seconds}")
+
+    def _give_up(
+        self, destination: Destination, tried: Version | None, error: BaseException
+    ) -> None:
+        try:
+            with self._alone(Deadline(self._apply_timeout)):
+                destination.give_up(self.status(), tried, error)
+        except WeightSyncError:  # ended meanwhile, or held for long
+            destination.subscriber.close()
+
+    def _try_to_move(self, destination: Destination, version: Version) -> SyncReport | None:
+        """Give the engines a version of another run, and follow that. None: it is gone already."""
+        with self._alone(Deadline(self._apply_timeout)) as deadline:
+            self._require_connected()
+            self._require_not_applying()
+            destination.require_from(self._fleet)
+            try:
+                update = destination.lease(version, self._held, deadline)
+            except VersionGoneError:
+                return None
+            self._applying = True
+            try:
+                with deferred_interrupts():
+                    return self._move(destination, update, deadline)
+            finally:
+                self._applying = False
+
+    def _move(self, destination: Destination, update: Update, deadline: Deadline) -> SyncReport:
+        try:
+            fit = destination.fleet.update(update, self._held, deadline, again=True)
+        except BaseException:
+            self._fleet.take_back(destination.fleet, self._held)
+            self._end_lease(update, destination.fleet)
+            self._acknowledge()
+            raise
+        held, fleet, subscriber = self._held, self._fleet, self._subscriber
+        destination.fleet.claim(instead_of=fleet)
+        self.scheme, self._url = destination.scheme, destination.url
+        self._held, self._fleet, self._missed = update, destination.fleet, None
+        self._subscriber = destination.subscriber  # last: who sees it sees all the rest
+        self._acknowledge()
+        self._let_go(held)
+        subscriber.close()  # before the engines leave: it signs off, and does not die
+        fleet.leave()
+        return self._report(update, fit)
 
     def is_bound_to(self, target: Any) -> bool:
         """Whether updates go to this very object, and not to something it was copied from."""
@@ -528,6 +641,10 @@ class Receiver:
     ) -> SyncReport:
         """As :meth:`apply_weights`."""
         return await _in_thread(partial(self.apply_weights, version, timeout))
+
+    async def switch_async(self, scheme: WeightSyncScheme, timeout: float = 60.0) -> SyncReport:
+        """As :meth:`switch`."""
+        return await _in_thread(partial(self.switch, scheme, timeout))
 
     async def verify_weights_async(self, answers: bool = False) -> Verification:
         """As :meth:`verify_weights`."""

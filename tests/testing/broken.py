@@ -402,6 +402,27 @@ class StayingSubscriber(OneFileSubscriber):
         pass
 
 
+@defect(PUBLISHERS, "asks for the newest only")
+class ImpatientPublisher(OneFilePublisher):
+    newest: ClassVar[dict] = {}
+
+    def publish(self, version, *arguments):
+        self.newest["version"] = version
+        return super().publish(version, *arguments)
+
+    def wait_applied(self, version, deadline, receivers=None):
+        return super().wait_applied(self.newest["version"], deadline, receivers)
+
+
+@defect(PUBLISHERS, "waits for who has left")
+class AttachedPublisher(OneFilePublisher):
+    known: ClassVar[set] = set()
+
+    def wait_applied(self, version, deadline, receivers=None):
+        self.known.update(report.receiver for report in self.receivers())
+        return super().wait_applied(version, deadline, receivers or sorted(self.known))
+
+
 @defect(SUBSCRIBERS, "leaves its name taken")
 class LockingSubscriber(OneFileSubscriber):
     def open(self, deadline):

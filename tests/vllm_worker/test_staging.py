@@ -89,6 +89,28 @@ def test_a_version_whose_sender_has_ended_is_not_waited_for(ask):
     assert "VersionGoneError" in staged(ask)["error"]
 
 
+def test_two_schemes_are_read_until_one_is_left(ask, run_dir):
+    """A driver may still go back; one that begins anew reads from one scheme only."""
+    elsewhere = ws.DoubleBufferScheme(f"{run_dir}/elsewhere")
+    here, there = ws.DoubleBufferScheme(run_dir).to_url(), elsewhere.to_url()
+    with elsewhere.create_sender() as sender:
+        sender.connect()
+        version = list(sender.update_weights({"w": torch.ones(3)}, version=7).version)
+        ask("init", scheme=there, first=0, total=1, beside=True)
+        ask("stage", scheme=there, version=version)
+        assert staged(ask)["staged"] == version
+        ask("stage")
+        assert staged(ask)["staged"] == [ask.epoch, 1]
+        assert set(ask.engine._readers) == {here, there}
+        ask("release")
+        ask("leave", scheme=here)
+        assert set(ask.engine._readers) == {there}
+        ask("init", first=0, total=1)
+        assert set(ask.engine._readers) == {here}
+        ask("stage")
+        assert staged(ask)["staged"] == [ask.epoch, 1]
+
+
 def test_what_was_given_up_is_waited_for_by_nobody_and_kept_by_nobody(ask, monkeypatch):
     """A driver that is interrupted lets go at once: requests go on meanwhile."""
     go, opened, closed = threading.Event(), [], []

@@ -268,6 +268,19 @@ def held_while_following(
     return found
 
 
+def switch(state: Any, scheme: WeightSyncScheme, timeout: float = WAIT) -> tuple[int, int | str]:
+    """Follow another run. Returns ``(number, what the weights hold)``."""
+    with state.receiver.hold():
+        report: SyncReport = state.receiver.switch(scheme, timeout)
+        return report.version.number, value_of(state.weights)
+
+
+def verified(state: Any) -> bool:
+    """Whether the weights are those of the version that the receiver says it holds."""
+    with state.receiver.hold():
+        return bool(state.receiver.verify_weights().ok)
+
+
 def end_receiver(state: Any) -> None:
     state.receiver.shutdown()
 

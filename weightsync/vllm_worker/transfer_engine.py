@@ -79,7 +79,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._url: str | None = None
-        self._subscriber: Subscriber | None = None
+        self._readers: dict[str, Subscriber] = {}
         self._snapshot: Snapshot | None = None
         self._staging: _Staging | None = None
         self._last_staging: _Staging | None = None
@@ -108,7 +108,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Answer a JSON request of the driver; never raises.
 
         ==========  ============================================================================
-        ``init``    get ready to read from ``scheme``, as reader ``first`` + own number of ``total``
+        ``init``    get ready to read from ``scheme``, as reader ``first`` + own number of
+                    ``total``, ``beside`` the schemes so far or instead of them
+        ``leave``   read from ``scheme`` no more
         ``stage``   lease and verify ``version`` in the background, while requests run; if that
                     is done in a moment, ``check`` the ``targets`` as well
         ``check``   whether what was staged fits the ``target``; changes nothing
@@ -162,7 +164,9 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             sleep.watch(self._worker).targets |= set(request.get("targets", ()))
             self._reader = int(request["first"]) + self._number, int(request["total"])
             self._configure(request.get("apply", "auto"), bool(request.get("stage")))
-            self._connect(str(request["scheme"]))
+            self._join(str(request["scheme"]), beside=bool(request.get("beside")))
+        elif op == "leave":
+            self._leave(str(request["scheme"]))
         elif op == "stage":
             self._end_former_session()
             self._release()
@@ -235,7 +239,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._driven = init_info.driven
         self._error = None
-        self._reportable(lambda: self._connect(init_info.scheme))
+        self._reportable(lambda: self._join(init_info.scheme, beside=False))
 
     def start_weight_update(self) -> None:
         self._reportable(self._start_session)
@@ -303,9 +307,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._free()
         if self._last_staging is not None:
             self._last_staging.over.wait(_PATIENCE)
-        if self._subscriber is not None:
-            self._subscriber.close()
-            self._subscriber = None
+        self._leave(*self._readers)
 
     # ---------------------------------------------------------------- the parts
 
@@ -323,15 +325,31 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         config = self.parallel_config
         return int(config.data_parallel_size * config.world_size)
 
-    def _connect(self, url: str) -> Subscriber:
-        if self._subscriber is None or url != self._url:
-            self._free()
-            if self._subscriber is not None:
-                self._subscriber.close()
+    def _join(self, url: str, beside: bool) -> None:
+        """Have a reader of a scheme, beside those of others or instead of them."""
+        if not beside:
+            self._leave(*(other for other in self._readers if other != url))
+        if url not in self._readers:
             reader = self._reader or (self._number, self._numbers)
-            self._subscriber = scheme_from_url(url).create_reader(*reader)
+            self._readers[url] = scheme_from_url(url).create_reader(*reader)
+
+    def _connect(self, url: str) -> Subscriber:
+        """The reader of a scheme, which is the one in use from now on."""
+        if url not in self._readers:
+            self._join(url, beside=False)
+        if url != self._url:
+            self._free()  # what stands by was read by another one
             self._url = url
-        return self._subscriber
+        return self._readers[url]
+
+    def _leave(self, *urls: str) -> None:
+        for url in urls:
+            if url == self._url:
+                self._free()
+                self._url = None
+            reader = self._readers.pop(url, None)
+            if reader is not None:
+                reader.close()
 
     def _stage_in_background(self, url: str, version: Version, deadline: Deadline) -> None:
         former, self._staging = self._last_staging, _Staging()
@@ -462,7 +480,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Nothing moves the model's tensors between this look and the update that it is for.
         self._looked_at[target] = snapshot.version if planned else None
         notes = [loader.note(snapshot)]
-        device, reader = self._device(), self._subscriber
+        device, reader = self._device(), self._readers.get(self._url or "")
         if self._standby is not None and device is not None and reader is not None:
             self._standby.prepare(self._loaders_of(fingerprint), device, reader, snapshot)
             notes.append(self._standby.note(snapshot.version))

@@ -118,11 +118,20 @@ class VLLMEngine(Engine):
         self.client.require_backend(facts)
         if self._mode != "keep":
             self.client.require_progress(facts)
+        self._initialise(url, deadline, beside=False)
+        self._deep = self.client.deep_sleeps()
+
+    def join(self, url: str, deadline: Deadline) -> None:
+        self._initialise(url, deadline, beside=True)
+
+    def _initialise(self, url: str, deadline: Deadline, beside: bool) -> None:
+        facts = self.client.facts(deadline)
         first, total = self._numbered
         self._ask(
             {
                 "op": "init",
                 "scheme": url,
+                "beside": beside,
                 "first": first - facts.before,
                 "total": total or facts.workers,
                 "targets": self._targets,
@@ -130,7 +139,9 @@ class VLLMEngine(Engine):
             },
             deadline,
         )
-        self._deep = self.client.deep_sleeps()
+
+    def leave(self, url: str) -> None:
+        self._ask({"op": "leave", "scheme": url}, Deadline(GRACE))
 
     # ---------------------------------------------------------------- while requests run
 

@@ -21,6 +21,7 @@ from weightsync.testing.conformance.configuration import Configuration
 from weightsync.testing.conformance.hostile import Hostile
 from weightsync.testing.conformance.leases import Leases
 from weightsync.testing.conformance.liveness import Liveness
+from weightsync.testing.conformance.moving import Moving
 from weightsync.testing.conformance.reports import Reports
 from weightsync.testing.conformance.room import Room
 from weightsync.testing.conformance.round_trip import RoundTrip
@@ -33,6 +34,7 @@ __all__ = [
     "Hostile",
     "Leases",
     "Liveness",
+    "Moving",
     "Reports",
     "Room",
     "RoundTrip",
@@ -44,6 +46,6 @@ __all__ = [
 
 
 class SchemeConformance(
-    RoundTrip, Versions, Leases, Liveness, Hostile, Room, Configuration, Reports, Workers
+    RoundTrip, Versions, Leases, Liveness, Moving, Hostile, Room, Configuration, Reports, Workers
 ):
     """All parts."""
