@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench-engines  the gap between tokens that an update costs, AsyncLLM and server"
 	@echo "make bench-gpu PYTHON=python  updates on an NVIDIA GPU, in an environment of yours with vLLM and CUDA"
 	@echo "make bench-multi-gpu PYTHON=python  broadcasts, TP=2, replicas, sharded trainers on several GPUs"
+	@echo "make example-collector  a collector and an asynchronous loop of your own, with bounded staleness"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -82,6 +83,10 @@ bench-gpu:
 bench-multi-gpu:
 	@echo "== several NVIDIA GPUs: broadcasts, engines, sharded trainers (about six minutes)"
 	$(PYTHON) benchmarks/multi_gpu.py $(ARGS)
+
+example-collector: $(READY)
+	@echo "== a collector of your own: asynchronous, no sample older than two versions"
+	$(BIN)/python examples/custom_collector.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

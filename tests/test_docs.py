@@ -1,15 +1,19 @@
 """Every code block in README and docs runs (those with vLLM: tests/vllm/test_docs.py)."""
 
+import contextlib
 import pathlib
+import queue
 import re
 import shutil
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import weightsync as ws
-from tests.conftest import Ends, assert_all_same, read
+from tests.conftest import WAIT, Ends, assert_all_same, read
 from tests.docs import PAGES, ROOT, blocks, run
 from tests.live import trainers
 from tests.live.world import World
@@ -51,6 +55,9 @@ def test_all_blocks_are_known_here():
         ("docs/sources.md", "options"),
         ("docs/sources.md", "ranks"),
         *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),
+        ("docs/integrations/loops.md", "trainer's side"),
+        ("docs/integrations/loops.md", "collector's side"),
+        ("docs/integrations/loops.md", "switch"),
     }
     assert found == tested | WITH_VLLM
 
@@ -136,6 +143,56 @@ def test_options_of_a_source(run_dir):
     assert dtypes["policy.norm.weight"] == torch.float32
     assert len(dtypes) == 4
     names["sender"].shutdown()
+
+
+def test_a_loop_with_its_collector(run_dir):
+    """A collector in a thread, and a trainer that it gives to; the first sample is too old."""
+    page = "docs/integrations/loops.md"
+    model, engine = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    given, ended, learnt = queue.Queue(maxsize=1), threading.Event(), []
+
+    def collect():
+        hooks = {"engine": engine, "ended": ended.is_set, "sample": lambda engine: "samples"}
+        names = run(page, "collector's side", run_dir, **hooks, give=give)
+        names["receiver"].shutdown()
+
+    def give(version, batch):
+        with contextlib.suppress(queue.Full):
+            given.put((version or Version(0, 0), batch), timeout=0.1)
+
+    def learn(model, batch):
+        learnt.append(batch)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        collecting = pool.submit(collect)
+        try:
+            names = run(page, "trainer's side", run_dir, model=model, take=given.get, learn=learn)
+            held = [report.version for report in names["sender"].receivers()]
+            assert [names["sender"].lag(version) <= 2 for version in held] == [True]
+        finally:
+            ended.set()
+        collecting.result(WAIT)
+        names["sender"].shutdown()
+    assert len(learnt) > 10
+
+
+def test_another_run(run_dir, tmp_path):
+    other_run, held = str(tmp_path / "other"), torch.nn.Linear(4, 4)
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with (
+        ws.DoubleBufferScheme(run_dir).create_sender(model) as sender,
+        ws.DiskScheme(other_run).create_sender(other) as elsewhere,
+        ws.DoubleBufferScheme(run_dir).create_receiver(held) as receiver,
+    ):
+        for each in (sender, elsewhere):
+            each.connect()
+            each.update_weights(version=1)
+        receiver.connect()
+        given = {"receiver": receiver, "other_run": other_run}
+        run("docs/integrations/loops.md", "switch", run_dir, **given)
+        assert torch.equal(held.weight, other.weight)
 
 
 @pytest.mark.live
