@@ -1,5 +1,6 @@
 """The example of a loop of one's own learns, and ends."""
 
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ def test_it_learns_from_what_is_fresh_enough():
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
