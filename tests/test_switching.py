@@ -241,6 +241,32 @@ def test_a_dtype_is_the_engines_business(runs):
     assert_all_same(held, weights(2))
 
 
+class OneRun(ModuleEngine):
+    """Knows where its updates come from, and of one place only."""
+
+    def connect(self, url, deadline):
+        self.url = url
+
+    def apply(self, update, deadline):
+        assert update.url == self.url
+        super().apply(update, deadline)
+
+
+def test_an_engine_of_one_run_at_a_time(runs):
+    old, new, other = runs.sender(value=1), runs.sender(value=2), runs.sender()
+    other.update_weights({"a": torch.ones(4)}, version=1)
+    held = weights(0)
+    receiver = runs.receiver(old, OneRun(held))
+    receiver.poll_and_apply(WAIT)
+    with pytest.raises(ws.MismatchError):
+        receiver.switch(other.scheme)
+    old.update_weights(weights(3), version=2)
+    receiver.poll_and_apply(WAIT)
+    assert_all_same(held, weights(3))
+    receiver.switch(new.scheme)
+    assert_all_same(held, weights(2))
+
+
 def test_a_request_in_flight_goes_on(runs):
     """Kept, as in any update; until then it is answered by the former run's version."""
     old, new = runs.sender(value=1), runs.sender(value=2)

@@ -118,7 +118,8 @@ class Engine(ABC):
     def join(self, url: str, deadline: Deadline) -> None:
         """Get ready to take updates from another scheme, beside the one it is connected to.
 
-        One of the two is left soon, by :meth:`leave`.
+        One of the two is left soon, by :meth:`leave`. An engine that can have one only, which is
+        what this does, is told to join the one that it is to stay with once more.
 
         Raises:
             EngineError: it cannot.

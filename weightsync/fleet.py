@@ -274,6 +274,13 @@ class Fleet:
         except Exception as error:
             log.warning("%s is left: %s", self._url, words_of(error))
 
+    def stay(self) -> None:
+        """Have engines that can take updates of one run only take those of this one again."""
+        try:
+            self.join(Deadline(LEAVING))
+        except Exception as error:
+            log.warning("staying in %s: %s", self._url, words_of(error))
+
     def take_back(self, other: Fleet, held: Update | None) -> None:
         """The engines are to stay in this run: some have been given a version of the other's.
 

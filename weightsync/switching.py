@@ -35,7 +35,7 @@ class Destination:
         self.subscriber = scheme.create_subscriber(id)
         self.fleet = fleet.beside(self.url)
         self._from = fleet
-        self._entered = False
+        self._entered = self._joined = False
 
     def require_from(self, fleet: Fleet) -> None:
         """
@@ -61,6 +61,7 @@ class Destination:
         Args:
             status: of the receiver, in its own run.
         """
+        self._joined = True
         self.fleet.join(deadline)
         self._say(status)
 
@@ -100,8 +101,9 @@ class Destination:
         if self._entered:
             self._say(status, tried, f"it stays in its former run: {words_of(error)}"[:4000])
         self.subscriber.close()
-        if self._entered:
+        if self._joined:
             self.fleet.leave()
+            self._from.stay()
 
 
 def require_same_architecture(there: Manifest, here: Manifest, where: str) -> None:
