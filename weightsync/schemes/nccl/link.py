@@ -19,6 +19,8 @@ log = logging.getLogger("weightsync")
 _RETRY = 0.2
 _CONNECT_SECONDS = 10.0
 
+_LAST_WORD_SECONDS = 1.0
+
 
 class Link:
     """Connects in the background, again and again, until it is closed.
@@ -91,6 +93,7 @@ class Link:
                 connection.close()
                 with self._changed:
                     self._connection = None
+                    self._changed.notify_all()
                 lost = None if self._on_lost is None else self._on_lost()
                 if lost is not None:
                     lost(connection)
@@ -119,6 +122,15 @@ class Link:
         """Whether it went out; False also while there is no connection."""
         connection = self._connection
         return connection is not None and connection.tell(message)
+
+    def end(self, last: dict[str, Any]) -> None:
+        """Close it with a last word, once that was heard: the other side hangs up then."""
+        with self._changed:
+            self._closed = True  # so that it does not come back
+            self._changed.notify_all()
+            if self.tell(last):
+                self._changed.wait_for(lambda: self._connection is None, _LAST_WORD_SECONDS)
+        self.close()
 
     def close(self) -> None:
         with self._changed:

@@ -177,7 +177,7 @@ class Members:
                 self._tell(member, *former.told)
             self.changed.notify_all()
         try:
-            while True:
+            while not member.left:
                 message = connection.receive(1 << 20)
                 self._hear_receiver(member, message)
         finally:

@@ -160,9 +160,10 @@ class NCCLSubscriber(Subscriber):
     def _hang_up(self, goodbye: bool) -> None:
         link, self._link = self._link, None
         reader, self._reader = self._reader, None
-        if link is not None:
-            if goodbye:
-                link.tell({"op": "bye"})
+        # Before the reader: a process that is gone, of a receiver that is not, has died.
+        if link is not None and goodbye:
+            link.end({"op": "bye"})
+        elif link is not None:
             link.close()
         if reader is not None:
             reader.close()
