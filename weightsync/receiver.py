@@ -88,7 +88,7 @@ class Receiver:
         **options: Any,
     ) -> None:
         self.scheme = scheme
-        self.id = id or _new_id()
+        self.id = id or new_id()
         self._options = options
         self._apply_timeout = Deadline(apply_timeout).seconds
         self._subscriber = scheme.create_subscriber(self.id)
@@ -764,7 +764,7 @@ async def _in_thread(call: Callable[[], T]) -> T:
         raise
 
 
-def _new_id() -> str:
+def new_id() -> str:
     """Unique over hosts, processes and time, and says whose it is."""
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:50]
     return f"r-{host}-{os.getpid()}-{secrets.token_hex(3)}"

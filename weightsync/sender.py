@@ -121,6 +121,19 @@ class Sender:
         if version != self.version:  # the same once more is no other version
             self._published.append(version)
 
+    @property
+    def connected(self) -> bool:
+        return self._epoch is not None
+
+    @property
+    def next_version(self) -> Version:
+        """The version of the next update, if that names none.
+
+        Raises:
+            WeightSyncError: the sender is not connected.
+        """
+        return Version(self._require_epoch(), self._next_number(None))
+
     def connect(self, timeout: float = 60.0, receivers: int | Sequence[str] = 0) -> None:
         """Take ownership of the run, make room for the registered model, and wait for receivers.
 
@@ -166,6 +179,15 @@ class Sender:
             self._wait_connected(receivers, deadline)
         for receiver in self._attached:
             self._connect_attached(receiver, deadline)
+
+    def wait_connected(self, receivers: int | Sequence[str], timeout: float = 60.0) -> None:
+        """Wait for receivers that join later, as ``connect(receivers=)`` does for the first.
+
+        Raises:
+            ReceiverError, DeadlineError: as of ``connect``.
+        """
+        self._require_epoch()
+        self._wait_connected(receivers, Deadline(timeout))
 
     def _wait_connected(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
         alive: list[str] = []
@@ -247,8 +269,7 @@ class Sender:
             raise ValueError(f"max_lag={max_lag!r}: a number of versions, below {_REMEMBERED}")
         if wait == "applied" and max_lag:
             raise ValueError(f"wait='applied' waits for this very version: no max_lag={max_lag}")
-        if self._epoch is None:
-            raise WeightSyncError("the sender is not connected: call connect() first")
+        self._require_epoch()
         if isinstance(receivers, str):
             raise TypeError(f"receivers={receivers!r}: a list of ids")
         if isinstance(weights, int):
@@ -447,6 +468,37 @@ class Sender:
             if receiver.dead_engines - known and receiver not in behind:
                 found.append(receiver)
         return found
+
+    def wait_applied(
+        self, receivers: Sequence[str] | None = None, timeout: float | None = None
+    ) -> list[ReceiverReport]:
+        """Wait until receivers hold the version published last, which was meant for all.
+
+        Args:
+            receivers: their ids; None for every live one.
+            timeout: seconds; None for the sender's own.
+
+        Returns:
+            What each said.
+
+        Raises:
+            ReceiverError: one failed, died, or is late.
+        """
+        self._require_epoch()
+        version = self.version
+        if version is None:
+            raise WeightSyncError("no version was published yet")
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        answers = self._publisher.wait_applied(version, deadline, receivers)
+        behind = tuple(r for r in answers if r.version is None or r.version < version)
+        if behind:
+            raise ReceiverError(f"version {version.number}: {'; '.join(map(str, behind))}", behind)
+        return answers
+
+    def _require_epoch(self) -> int:
+        if self._epoch is None:
+            raise WeightSyncError("the sender is not connected: call connect() first")
+        return self._epoch
 
     def receivers(self) -> list[ReceiverReport]:
         """What every known receiver last said of itself."""

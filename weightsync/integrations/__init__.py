@@ -1,0 +1,1 @@
+"""Adapters to the frameworks that people already run; thin: all behaviour is the core's."""

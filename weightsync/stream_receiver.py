@@ -1,0 +1,169 @@
+"""The inference end for a framework that loads weights itself, from a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from typing_extensions import Self
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError, VersionGoneError, WeightSyncError
+from weightsync.receiver import new_id
+from weightsync.report import ReceiverReport, State
+from weightsync.transport import Snapshot
+from weightsync.version import Version
+
+if TYPE_CHECKING:
+    from weightsync.scheme import WeightSyncScheme
+
+_SLICE = 0.2
+"""Seconds after which a wait looks whether it is still wanted."""
+
+
+class StreamReceiver:
+    """Hands out whole versions as streams of ``(name, tensor)``, and tells the sender of each.
+
+    To the sender it is a receiver like any other. What it knows of the engine behind it is whether
+    a stream was taken to its end: then it says ``applied``, and ``unusable`` if it was not, as part
+    of the weights may have been loaded.
+
+    Args:
+        scheme: as on the sender's side.
+        id: how the sender knows this receiver; unique in the run. Letters, digits, ``._-``.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, *, id: str | None = None) -> None:
+        self.id = id or new_id()
+        self.version: Version | None = None
+        self._url = scheme.to_url()
+        self._subscriber = scheme.create_subscriber(self.id)
+        self._busy = threading.Lock()
+        self._turn = object()
+        self._leased: Snapshot | None = None
+
+    def connect(self, timeout: float | Deadline = 60.0) -> None:
+        """Find the sender, and become known to it. May be called again.
+
+        Raises:
+            DeadlineError: no live sender showed up.
+        """
+        self._subscriber.open(Deadline.of(timeout))
+        if self.version is None:
+            self._say("connected")
+
+    async def stream(
+        self, timeout: float, at_least: Version | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The tensors of the newest version, once there is one of ``at_least`` this age.
+
+        Read-only views, whose memory stays as it is until the next call of ``stream``, ``release``
+        or ``shutdown``, also when the stream is at its end. All bytes are compared with their
+        digests before the first tensor is handed out. No event loop is blocked meanwhile.
+
+        Args:
+            timeout: seconds to wait for the version.
+
+        Raises:
+            DeadlineError: no such version came.
+            CorruptError: its bytes are wrong.
+            WeightSyncError: ``release`` or another stream has ended this one.
+        """
+        turn = self.release()
+        try:
+            snapshot = await asyncio.to_thread(self._lease, turn, Deadline(timeout), at_least)
+        except asyncio.CancelledError:
+            self.release()
+            raise
+        name = "none"
+        try:
+            for name, tensor in snapshot:
+                yield name, tensor
+            snapshot.settle()
+        except BaseException as error:
+            self.version = None
+            words = f"{type(error).__name__}: {error}; the last tensor taken was {name!r}"
+            self._say("unusable", snapshot.version, words)
+            raise
+        self.version = snapshot.version
+        self._say("applied", snapshot.version)
+
+    def release(self) -> object:
+        """Give back the version that was handed out last, and end whatever waits for one."""
+        with self._busy:
+            self._turn = object()
+            leased, self._leased = self._leased, None
+            if leased is not None:
+                leased.close()
+            return self._turn
+
+    def shutdown(self) -> None:
+        """Sign off. Idempotent; the engine keeps its weights."""
+        self.release()
+        self._subscriber.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _lease(self, turn: object, deadline: Deadline, at_least: Version | None) -> Snapshot:
+        self.connect(deadline)
+        seen: Version | None = None
+        while True:
+            self._require(turn)
+            version = self._subscriber.wait(seen, deadline.at_most(_SLICE))
+            if version is not None and (at_least is None or version >= at_least):
+                try:
+                    return self._verified(turn, version, deadline)
+                except VersionGoneError:
+                    pass  # a newer one is there, or will be
+            elif version is not None:
+                seen = version
+            if deadline.expired:
+                wanted = "" if at_least is None else f" as new as {at_least}"
+                raise DeadlineError(
+                    f"receiver {self.id!r}: no version{wanted} came by {self._url} within "
+                    f"{deadline.seconds:.1f} s"
+                )
+
+    def _verified(self, turn: object, version: Version, deadline: Deadline) -> Snapshot:
+        snapshot = self._subscriber.snapshot(version, deadline)
+        try:
+            snapshot.verify()
+            with self._busy:
+                self._require(turn)
+                self._leased = snapshot
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
+    def _require(self, turn: object) -> None:
+        """
+        Raises:
+            WeightSyncError: this stream is no longer wanted.
+        """
+        if turn is not self._turn:
+            raise WeightSyncError(f"receiver {self.id!r}: the stream was ended by a later call")
+
+    def _say(
+        self, state: State, attempted: Version | None = None, error: str | None = None
+    ) -> None:
+        self._subscriber.acknowledge(
+            ReceiverReport(
+                self.id, state, self.version, attempted, error, socket.gethostname(), os.getpid()
+            )
+        )
