@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -22,6 +22,8 @@ help:
 	@echo "make bench-gpu PYTHON=python  updates on an NVIDIA GPU, in an environment of yours with vLLM and CUDA"
 	@echo "make bench-multi-gpu PYTHON=python  broadcasts, TP=2, replicas, sharded trainers on several GPUs"
 	@echo "make example-collector  a collector and an asynchronous loop of your own, with bounded staleness"
+	@echo "make test-verl  verl's own checkpoint-engine manager over our schemes, in an environment of its own"
+	@echo "make example-verl  verl trains a tiny policy on two actor ranks, for two rollout workers"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -88,6 +90,27 @@ example-collector: $(READY)
 	@echo "== a collector of your own: asynchronous, no sample older than two versions"
 	$(BIN)/python examples/custom_collector.py $(ARGS)
 
+# verl wants other releases of tensordict and transformers than vLLM does.
+VERL := .venv-verl
+$(VERL)/.ready: requirements/verl.lock pyproject.toml
+	@echo "== setting up $(VERL) (about two minutes the first time)"
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/verl.lock
+	@$(VERL)/bin/python -c "import torch" 2>/dev/null || { \
+	  echo "== this build of torch needs CUDA libraries: installing them as well"; \
+	  $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/verl.lock); }
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VERL)/bin/python -c "import weightsync.integrations.verl"
+	@touch $@
+
+test-verl: $(VERL)/.ready
+	@echo "== verl's checkpoint-engine manager over our schemes"
+	RAY_AUTH_MODE=disabled $(VERL)/bin/python -m pytest tests/integrations/verl $(ARGS)
+
+example-verl: $(VERL)/.ready
+	@echo "== verl: two actor ranks, two rollout workers, one weight sync per step"
+	RAY_AUTH_MODE=disabled $(VERL)/bin/python examples/verl_counting.py $(ARGS)
+
 lint: $(READY)
 	@echo "== ruff"
 	$(BIN)/ruff check .
@@ -102,4 +125,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VERL) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,8 +8,6 @@ import pytest
 
 import weightsync as ws
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
 DEADLINE = 15.0
 """Seconds for each wait of the checkpoint engine."""
 
@@ -18,7 +16,7 @@ DEADLINE = 15.0
 def cluster():
     ray = pytest.importorskip("ray")
     pytest.importorskip("verl")
-    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=32, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -68,7 +68,7 @@ def test_weights_that_cannot_be_sent_are_named_and_no_rank_is_left_in_a_collecti
 
 
 def test_weights_are_published_while_a_rollout_still_takes_others(run):
-    """R1. Rollouts that go on are not waited for, and fetch the newest from the cache when ready."""
+    """R1. Rollouts that go on are not waited for; they take the newest from the cache later."""
     run.manager.update_weights(global_steps=50)
     before = dict(run.expected)
     slow, other = run.workers[:2]
