@@ -148,6 +148,24 @@ def test_a_later_stream_ends_one_that_still_waits(sender, receiver):
     assert_all_same(held, weights(0))
 
 
+def test_a_stream_that_was_left_over_does_not_hide_what_a_later_one_brought(sender, receiver):
+    """It belongs to an update that failed, and its framework goes on with it only now."""
+    receiver.connect(WAIT)
+    sender.update_weights(version=1)
+
+    async def both():
+        left_over = receiver.stream(WAIT)
+        await anext(left_over)
+        held = await taken(receiver.stream(WAIT))
+        with pytest.raises(ws.WeightSyncError, match=r"closed|ended by a later call"):
+            await taken(left_over)
+        return held
+
+    assert_all_same(asyncio.run(both()), weights(0))
+    assert receiver.version == sender.version
+    assert [report.state for report in sender.wait_applied(["r"], WAIT)] == ["applied"]
+
+
 def test_a_sender_names_those_that_do_not_join(sender):
     with pytest.raises(ws.DeadlineError, match=r"receivers \(x, y\); connected: none"):
         sender.wait_connected(["x", "y"], 0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -22,6 +23,8 @@ from weightsync.version import Version
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
+
+log = logging.getLogger("weightsync")
 
 _SLICE = 0.2
 """Seconds after which a wait looks whether it is still wanted."""
@@ -85,14 +88,13 @@ class StreamReceiver:
         try:
             for name, tensor in snapshot:
                 yield name, tensor
+            self._require(turn)
             snapshot.settle()
         except BaseException as error:
-            self.version = None
             words = f"{type(error).__name__}: {error}; the last tensor taken was {name!r}"
-            self._say("unusable", snapshot.version, words)
+            self._conclude(turn, None, snapshot.version, words)
             raise
-        self.version = snapshot.version
-        self._say("applied", snapshot.version)
+        self._conclude(turn, snapshot.version, snapshot.version)
 
     def release(self) -> object:
         """Give back the version that was handed out last, and end whatever waits for one."""
@@ -159,11 +161,21 @@ class StreamReceiver:
         if turn is not self._turn:
             raise WeightSyncError(f"receiver {self.id!r}: the stream was ended by a later call")
 
+    def _conclude(
+        self, turn: object, held: Version | None, attempted: Version, error: str | None = None
+    ) -> None:
+        """Tell the sender what became of a stream, unless a later one has taken its place."""
+        if turn is self._turn:
+            self.version = held
+            self._say("unusable" if held is None else "applied", attempted, error)
+
     def _say(
         self, state: State, attempted: Version | None = None, error: str | None = None
     ) -> None:
-        self._subscriber.acknowledge(
-            ReceiverReport(
-                self.id, state, self.version, attempted, error, socket.gethostname(), os.getpid()
-            )
-        )
+        where = socket.gethostname(), os.getpid()
+        report = ReceiverReport(self.id, state, self.version, attempted, error, *where)
+        try:
+            self._subscriber.acknowledge(report)
+        except (WeightSyncError, OSError) as failure:
+            # What was taken was taken; a sender that cannot be told will see a late receiver.
+            log.warning("receiver %s could not acknowledge: %s", self.id, failure)
