@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ log = logging.getLogger("weightsync")
 
 _SLICE = 0.2
 """Seconds after which a wait looks whether it is still wanted."""
+
+_AGAIN = 0.02
+"""Seconds after which a version that is announced and not there is looked for again."""
 
 
 class StreamReceiver:
@@ -82,7 +86,8 @@ class StreamReceiver:
         try:
             snapshot = await asyncio.to_thread(self._lease, turn, Deadline(timeout), at_least)
         except asyncio.CancelledError:
-            self.release()
+            if turn is self._turn:
+                self.release()
             raise
         name = "none"
         try:
@@ -131,7 +136,7 @@ class StreamReceiver:
                 try:
                     return self._verified(turn, version, deadline)
                 except VersionGoneError:
-                    pass  # a newer one is there, or will be
+                    time.sleep(_AGAIN)  # a newer one is there, or will be
             elif version is not None:
                 seen = version
             if deadline.expired:
