@@ -55,6 +55,11 @@ class WeightSyncCheckpointEngine(CheckpointEngineWithCache):
         if dtype is not None and dtype not in DTYPES:
             raise SchemeError(f"dtype={dtype!r:.80}: the name of a torch.dtype was expected")
         scheme = scheme_from_url(url)
+        if scheme.url_scheme == "cuda-ipc":
+            raise SchemeError(
+                "cuda-ipc:// is not for verl: a rollout may read what it was handed when the actor "
+                "trains again, and this scheme keeps no copy; take shm://, nccl:// or disk://"
+            )
         self._timeout = timeout
         self._streams = PassingStreams(None if dtype is None else DTYPES[dtype])
         self._sender: Sender | None = None
