@@ -95,7 +95,7 @@ def test_a_stream_that_is_not_taken_to_its_end_is_told_to_the_sender(sender, rec
 
     asyncio.run(half())
     with pytest.raises(
-        ws.ReceiverError, match=r"version 1: receiver 'r' .*unusable.*taken was 'a'"
+        ws.ReceiverError, match=r"version 1: receiver 'r' .*unusable.*not taken to its end.*was 'a'"
     ):
         sender.wait_applied(["r"], WAIT)
     assert receiver.version is None

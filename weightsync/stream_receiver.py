@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import Self
 
+from weightsync.attempt import words_of
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, VersionGoneError, WeightSyncError
 from weightsync.receiver import new_id
@@ -96,8 +97,10 @@ class StreamReceiver:
             self._require(turn)
             snapshot.settle()
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}; the last tensor taken was {name!r}"
-            self._conclude(turn, None, snapshot.version, words)
+            left = isinstance(error, GeneratorExit)  # by whom it was handed to
+            words = "the stream was not taken to its end" if left else words_of(error)
+            said = f"{words}; the last tensor taken was {name!r}"
+            self._conclude(turn, None, snapshot.version, said)
             raise
         self._conclude(turn, snapshot.version, snapshot.version)
 
