@@ -27,6 +27,9 @@ _PUBLIC = {
     "Verification": "weightsync.engine",
     "Manifest": "weightsync.manifest",
     "ParamSpec": "weightsync.manifest",
+    "choose": "weightsync.placement.choose",
+    "Choice": "weightsync.placement.choose",
+    "Place": "weightsync.placement.place",
     "WeightSource": "weightsync.source",
     "AdapterSource": "weightsync.sources.adapter",
     "VLLMAdapter": "weightsync.engines.vllm.adapter",
@@ -97,6 +100,9 @@ if TYPE_CHECKING:
     from weightsync.errors import WeightSyncError as WeightSyncError
     from weightsync.manifest import Manifest as Manifest
     from weightsync.manifest import ParamSpec as ParamSpec
+    from weightsync.placement.choose import Choice as Choice
+    from weightsync.placement.choose import choose as choose
+    from weightsync.placement.place import Place as Place
     from weightsync.receiver import Receiver as Receiver
     from weightsync.replicas import Replicas as Replicas
     from weightsync.report import EngineReport as EngineReport

@@ -123,6 +123,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ``release`` give the lease back and forget the error
         ``pausing`` the driver is about to pause the engine
         ``resumed`` the driver has resumed it
+        ``survey``  answer a question of where the worker is: see ``weightsync.placement.questions``
         ``status``  only answer
         ==========  ============================================================================
 
@@ -159,6 +160,10 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _obey(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """What is answered beside the usual."""
         op = request["op"]
+        if op == "survey":
+            from weightsync.placement import questions
+
+            return {"survey": questions.answer(request["question"])}
         if op == "init":
             self._driven, self._error = True, None
             sleep.watch(self._worker).targets |= set(request.get("targets", ()))

@@ -132,25 +132,39 @@ class RayClient(VLLMClient):
     def _get(
         self, function: Callable[..., Any], arguments: Sequence[Any], within: Deadline, what: str
     ) -> dict[str, Any]:
-        import ray
-
-        reference = self._handle.__ray_call__.remote(function, *arguments)
         try:
-            outcome: dict[str, Any] = ray.get(reference, timeout=within.remaining)
-        except ray.exceptions.GetTimeoutError:
-            ray.cancel(reference)  # what has not begun must not happen later
-            raise DeadlineError(
-                f"{self._handle!r} had not answered to {what} within {within.seconds:.1f} s: it "
-                "hangs, or is busy with a method of its own"
-            ) from None
-        except ray.exceptions.ActorUnavailableError as error:
-            raise EngineError(f"{self._handle!r} cannot be reached: {error!s:.2000}") from error
-        except ray.exceptions.RayActorError as error:
+            return dict(call_in(self._handle, function, arguments, within, what))
+        except EngineDiedError:
             self._facts = None  # it may be started anew, with others
-            raise EngineDiedError(f"{self._handle!r} died: {error!s:.2000}") from error
-        except ray.exceptions.RayError as error:
-            raise EngineError(f"{self._handle!r}: {what} failed: {error!s:.2000}") from error
-        return outcome
+            raise
+
+
+def call_in(
+    handle: Any, function: Callable[..., Any], arguments: Sequence[Any], within: Deadline, what: str
+) -> Any:
+    """What ``function(actor, *arguments)`` returns in the process of an actor.
+
+    Raises:
+        EngineDiedError: the actor is gone. DeadlineError: it did not answer in time, and will not
+            do it any more. EngineError: it cannot be reached, or the function raised something.
+    """
+    import ray
+
+    reference = handle.__ray_call__.remote(function, *arguments)
+    try:
+        return ray.get(reference, timeout=within.remaining)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(reference)  # what has not begun must not happen later
+        raise DeadlineError(
+            f"{handle!r} had not answered to {what} within {within.seconds:.1f} s: it hangs, or is "
+            "busy with a method of its own"
+        ) from None
+    except ray.exceptions.ActorUnavailableError as error:
+        raise EngineError(f"{handle!r} cannot be reached: {error!s:.2000}") from error
+    except ray.exceptions.RayActorError as error:
+        raise EngineDiedError(f"{handle!r} died: {error!s:.2000}") from error
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"{handle!r}: {what} failed: {error!s:.2000}") from error
 
 
 def accepts(target: Any) -> bool:
