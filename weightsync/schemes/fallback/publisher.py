@@ -41,6 +41,7 @@ class FallbackPublisher(Publisher):
         self._last: Version | None = None
         self._used: Route | None = None
         self._sent = Sent()
+        self._dead: set[str] = set()
 
     # ---------------------------------------------------------------- owning the runs
 
@@ -119,7 +120,17 @@ class FallbackPublisher(Publisher):
         if update.used is not self._used:  # it compared with another version than the last
             published = replace(published, changed=None)
         self._last, self._used, self._sent = version, update.used, update.sent
-        return published
+        died = self._died(update, receivers)
+        return replace(published, failures=(*published.failures, *died))
+
+    def _died(self, update: Update, receivers: Sequence[str] | None) -> list[ReceiverReport]:
+        """Those that died since the last update where it was not sent: no scheme speaks of them."""
+        known = known_receivers(self._routes)
+        dead = {id for id, said in known.items() if latest(said.values()).state == "dead"}
+        meant = dead if receivers is None else dead.intersection(receivers)
+        unsaid = [id for id in meant - self._dead if not known[id].keys() & update.sent.to.keys()]
+        self._dead = (self._dead & dead) | meant
+        return [latest(known[id].values()) for id in sorted(unsaid)]
 
     def _send(self, update: Update, again: bool) -> Published:
         routes = list(self._routes)
