@@ -101,14 +101,15 @@ def followers(peer, scheme, *ids, engine=Counting):
 
 def test_one_that_is_reached_by_the_second_scheme_only_and_dies_is_named_once(peer, two):
     """Also where it dies between two updates, so that nothing is sent to it any more."""
+    scheme = ws.FallbackScheme([two.schemes[0], ws.NCCLScheme(backend="gloo")])
     writer = peer()
-    writer.call(send_from, two)
-    (near,) = followers(peer, two, "near")
-    (far,) = followers(peer, two.schemes[1], "far")
+    writer.call(send_from, scheme)
+    (near,) = followers(peer, scheme.schemes[0], "near")
+    (far,) = followers(peer, scheme.schemes[1], "far")
     way, _, said = writer.call(publish_and_tell, 1)
-    assert (way, said) == ("fallback:toy+toy#2", {"near": ("applied", 1), "far": ("applied", 1)})
+    assert (way, said) == ("fallback:toy+nccl", {"near": ("applied", 1), "far": ("applied", 1)})
     far.kill()
-    with pytest.raises(PeerError, match="ReceiverError: version 2: receiver 'far' .*: dead"):
+    with pytest.raises(PeerError, match=r"ReceiverError: version 2: receiver 'far' .*: dead"):
         writer.call(publish_and_tell, 2)
     assert writer.call(publish_and_tell, 3)[2] == {"near": ("applied", 3)}
     near.call(end_receiver)
