@@ -243,20 +243,30 @@ class _Search:
         return _Route(scheme, held)
 
     def _backend(self) -> Literal["nccl", "gloo"] | None:
+        why = self._against_nccl()
+        if why is None:
+            self._say("each end has GPUs of its own, and torch has NCCL: NCCL over the network")
+            return "nccl"
+        if not self._everywhere("gloo"):
+            self._say("no network: torch.distributed is not to be had everywhere")
+            return None
+        self._say(f"{why}: gloo over the network")
+        return "gloo"
+
+    def _against_nccl(self) -> str | None:
         ends = [self.sender, *self.engines]
-        places = [place for end in ends for place in end.places]
         gpus = [gpu for end in ends for gpu in end.gpus]
-        if all(end.gpus for end in ends) and all("nccl" in place.backends for place in places):
-            if len(set(gpus)) == len(gpus):
-                self._say("each end has GPUs of its own, and torch has NCCL: NCCL over the network")
-                return "nccl"
-            self._say("two ends see one GPU, which NCCL refuses: gloo over the network")
-        if all("gloo" in place.backends for place in places):
-            if not all(end.gpus for end in ends):
-                self._say("not every end has a GPU: gloo over the network")
-            return "gloo"
-        self._say("no network: torch.distributed is not to be had everywhere")
+        if not all(end.gpus for end in ends):
+            return "not every end has a GPU"
+        if not self._everywhere("nccl"):
+            return "not every end's torch has NCCL"
+        if len(set(gpus)) < len(gpus):
+            return "two ends see one GPU, which NCCL refuses"
         return None
+
+    def _everywhere(self, backend: str) -> bool:
+        ends = [self.sender, *self.engines]
+        return all(backend in place.backends for end in ends for place in end.places)
 
     def _files(self, away: frozenset[int]) -> _Route | None:
         if self.directory is None:
