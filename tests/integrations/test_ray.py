@@ -146,3 +146,18 @@ def test_an_actor_that_does_not_answer_is_named(run):
     run.trainer.be_busy.remote(2.0)
     with pytest.raises(ws.DeadlineError, match=r"Actor\(Trainer, .*\) had not answered to look"):
         ws.choose(run.trainer, [run.near], timeout=0.5)
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_with_its_replica():
+    with two_nodes() as nodes:
+        trainer, near = nodes.make(nodes.here, Trainer), nodes.make(nodes.here, Replica)
+        run = Run(nodes, trainer, near, nodes.make(nodes.there, Replica))
+        run.start(ws.choose(trainer, [near, run.far]))
+        run.step(1)
+        pid = nodes.get(run.far.__ray_call__.remote(lambda actor: os.getpid()))
+        nodes.lose_the_other()
+        eventually(lambda: not psutil.pid_exists(pid))
+        with pytest.raises(ws.ReceiverError, match=r"receiver 'far' .*: dead"):
+            run.step(2)
+        assert run.holds(near) == (2, [2])

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weightsync.errors import ProtocolError
-from weightsync.schemes.cuda_ipc.handles import this_process
+from weightsync.run.process import this_process
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of nobody (RFC 5737, RFC 3849): the route to them is the one to other hosts."""
