@@ -9,6 +9,9 @@ import torch
 WAIT = 30.0
 """Seconds for whatever should take none: only a broken test waits that long."""
 
+SIZE = {"num_cpus": 4, "object_store_memory": 80 << 20}
+"""Of a node."""
+
 
 @contextmanager
 def two_nodes():
@@ -17,12 +20,10 @@ def two_nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    size = {"num_cpus": 4, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**SIZE, "include_dashboard": False})
     try:
         ray.init(cluster.address, log_to_driver=False)
-        here = ray.get_runtime_context().get_node_id()
-        yield Nodes(ray, cluster, here, cluster.add_node(**size))
+        yield Nodes(ray, cluster)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -31,9 +32,15 @@ def two_nodes():
 class Nodes:
     """The driver's node, and another one."""
 
-    def __init__(self, ray, cluster, here, other):
-        self.ray, self._cluster, self._other = ray, cluster, other
-        self.here, self.there = here, other.node_id
+    def __init__(self, ray, cluster):
+        self.ray, self._cluster = ray, cluster
+        self.here, self.there = ray.get_runtime_context().get_node_id(), self.add().node_id
+
+    def add(self):
+        return self._cluster.add_node(**SIZE)
+
+    def lose(self, node):
+        self._cluster.remove_node(node, allow_graceful=False)
 
     def make(self, node, kind, *arguments):
         """An actor on a node."""
@@ -45,9 +52,6 @@ class Nodes:
 
     def get(self, reference, timeout=WAIT):
         return self.ray.get(reference, timeout=timeout)
-
-    def lose_the_other(self):
-        self._cluster.remove_node(self._other, allow_graceful=False)
 
 
 class Trainer:

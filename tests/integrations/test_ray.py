@@ -64,11 +64,12 @@ class Run:
         for actor in reversed(self._started):
             self._get(actor, "stop")
 
-    def lose(self, actor):
+    def lose(self, actor, by=None):
+        """Have it gone: Ray waits for nothing."""
         self._started.remove(actor)
         pid = self._nodes.get(actor.__ray_call__.remote(lambda actor: os.getpid()))
-        self._nodes.ray.kill(actor)
-        eventually(lambda: not psutil.pid_exists(pid))  # Ray waits for nothing
+        (by or self._nodes.ray.kill)(actor)
+        eventually(lambda: not psutil.pid_exists(pid))
 
     def _get(self, actor, method, *arguments, **options):
         if method == "start":
@@ -149,15 +150,14 @@ def test_an_actor_that_does_not_answer_is_named(run):
 
 
 @pytest.mark.slow
-def test_a_node_is_lost_with_its_replica():
-    with two_nodes() as nodes:
-        trainer, near = nodes.make(nodes.here, Trainer), nodes.make(nodes.here, Replica)
-        run = Run(nodes, trainer, near, nodes.make(nodes.there, Replica))
-        run.start(ws.choose(trainer, [near, run.far]))
-        run.step(1)
-        pid = nodes.get(run.far.__ray_call__.remote(lambda actor: os.getpid()))
-        nodes.lose_the_other()
-        eventually(lambda: not psutil.pid_exists(pid))
-        with pytest.raises(ws.ReceiverError, match=r"receiver 'far' .*: dead"):
-            run.step(2)
-        assert run.holds(near) == (2, [2])
+def test_a_node_is_lost_with_its_replica(nodes, actors):
+    trainer, near, _ = actors
+    node = nodes.add()
+    run = Run(nodes, trainer, near, nodes.make(node.node_id, Replica))
+    run.start(ws.choose(trainer, [near, run.far]))
+    run.step(1)
+    run.lose(run.far, by=lambda actor: nodes.lose(node))
+    with pytest.raises(ws.ReceiverError, match=r"receiver 'far' .*: dead"):
+        run.step(2)
+    assert run.holds(near) == (2, [2])
+    run.stop()

@@ -29,6 +29,9 @@ class VLLMTrainer:
         self.model.load_state_dict(make_model(llama_config(), seed=number).state_dict())
         return self.sender.update_weights(version=number, wait="applied")
 
+    def stop(self):
+        self.sender.shutdown()
+
 
 class VLLMReplica:
     def __init__(self, folder):
@@ -69,7 +72,7 @@ def test_replicas_of_two_nodes_answer_as_the_trainers_model_also_after_one_is_lo
         nodes.get(new.start.remote(choice.scheme, "new"), START)
         nodes.get(trainer.step.remote(4), START)
         assert answers(nodes, near, new) == [right(4)] * 2
-        nodes.get([near.stop.remote(), new.stop.remote()])
+        nodes.get([near.stop.remote(), new.stop.remote(), trainer.stop.remote()])
 
 
 def right(number):
