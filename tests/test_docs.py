@@ -29,6 +29,10 @@ WITH_VLLM = {
     ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
 }
 
+WITH_FRAMEWORKS = {
+    ("docs/integrations/ray.md", "ray"),  # tests/integrations/test_ray.py
+}
+
 ONE_FILE = [  # tests/testing/test_one_file.py
     *(f"one file, {part}" for part in ("scheme", "head", "publisher", "subscriber", "snapshot")),
     *("one file, bytes", "one file, files", "suite"),
@@ -59,7 +63,7 @@ def test_all_blocks_are_known_here():
         ("docs/integrations/loops.md", "collector's side"),
         ("docs/integrations/loops.md", "switch"),
     }
-    assert found == tested | WITH_VLLM
+    assert found == tested | WITH_VLLM | WITH_FRAMEWORKS
 
 
 def test_the_trainer_of_the_readme(run_dir):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import weightsync as ws
+from tests.docs import run as run_page
 from tests.integrations.ray_cluster import WAIT, Replica, Trainer, two_nodes
 from weightsync.testing.processes import eventually
 
@@ -50,6 +51,9 @@ class Run:
         self._get(self.trainer, "start", choice.scheme)
         for scheme, name in zip(choice.schemes, ("near", "far"), strict=True):
             self.join(getattr(self, name), name, scheme, **outputs.get(name, {}))
+
+    def started(self, *actors):
+        self._started += actors
 
     def join(self, actor, name, scheme, **options):
         self._get(actor, "start", scheme, name, **options)
@@ -147,6 +151,16 @@ def test_an_actor_that_does_not_answer_is_named(run):
     run.trainer.be_busy.remote(2.0)
     with pytest.raises(ws.DeadlineError, match=r"Actor\(Trainer, .*\) had not answered to look"):
         ws.choose(run.trainer, [run.near], timeout=0.5)
+
+
+def test_what_the_page_shows(run, run_dir, capsys):
+    replicas = [run.near, run.far]
+    names = run_page(
+        "docs/integrations/ray.md", "ray", run_dir, trainer=run.trainer, replicas=replicas
+    )
+    run.started(run.trainer, *replicas)
+    assert str(names["choice"]) in capsys.readouterr().out
+    assert [r.receiver for r in run.step(1).receivers] == ["replica-0", "replica-1"]
 
 
 @pytest.mark.slow
