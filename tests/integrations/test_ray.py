@@ -98,6 +98,16 @@ def test_memory_leads_to_the_replica_on_the_trainers_node_and_the_network_to_the
         assert run.holds(run.near) == run.holds(run.far) == (number, [number])
 
 
+def test_what_the_page_shows(run, run_dir, capsys):
+    replicas = [run.near, run.far]
+    names = run_page(
+        "docs/integrations/ray.md", "ray", run_dir, trainer=run.trainer, replicas=replicas
+    )
+    run.started(run.trainer, *replicas)
+    assert str(names["choice"]) in capsys.readouterr().out
+    assert [r.receiver for r in run.step(1).receivers] == ["replica-0", "replica-1"]
+
+
 def test_a_directory_leads_to_the_other_node_where_the_network_does_not(run, tmp_path):
     with socket.create_server((ws.Place.here().address, 0)) as other:  # another program's
         port = other.getsockname()[1]
@@ -151,16 +161,6 @@ def test_an_actor_that_does_not_answer_is_named(run):
     run.trainer.be_busy.remote(2.0)
     with pytest.raises(ws.DeadlineError, match=r"Actor\(Trainer, .*\) had not answered to look"):
         ws.choose(run.trainer, [run.near], timeout=0.5)
-
-
-def test_what_the_page_shows(run, run_dir, capsys):
-    replicas = [run.near, run.far]
-    names = run_page(
-        "docs/integrations/ray.md", "ray", run_dir, trainer=run.trainer, replicas=replicas
-    )
-    run.started(run.trainer, *replicas)
-    assert str(names["choice"]) in capsys.readouterr().out
-    assert [r.receiver for r in run.step(1).receivers] == ["replica-0", "replica-1"]
 
 
 @pytest.mark.slow
