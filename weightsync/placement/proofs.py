@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from weightsync.deadline import Deadline
+from weightsync.errors import WeightSyncError
 from weightsync.placement.ends import Answer, End, ask_all
 
 _REACHING = 5.0
 """Seconds for one connection, which a firewall that drops packets would let wait for ever."""
+
+_UNDOING = 5.0
+"""Seconds to undo what was done, also when the time is up."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def _told(
         yield None if said is None else said[0]
     finally:
         if said is not None:
-            ask_all([sender], {**question, "op": afterwards}, deadline)
+            with suppress(WeightSyncError):  # who is gone has undone it, or nobody can
+                ask_all([sender], {**question, "op": afterwards}, Deadline(_UNDOING))
 
 
 def _ask_others(
