@@ -25,7 +25,7 @@ cuda.cuDeviceGetCount(ctypes.byref(count))
 for number in range(count.value):
     device, uuid = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
     cuda.cuDeviceGet(ctypes.byref(device), number)
-    cuda.cuDeviceGetUuid(uuid, device)
+    cuda.cuDeviceGetUuid_v2(uuid, device)  # of a slice its own
     print(bytes(uuid).hex())
 """
 """In a process of its own: a driver that was initialised does not survive a fork."""
