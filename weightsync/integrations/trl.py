@@ -152,6 +152,7 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
         base_url: of the server, ``http://host:8000``.
         engine: what is given the weights, if it is not the server itself: several servers behind
             one address, say.
+        token: the server's ``--api-key``.
         connection_timeout: seconds to wait for a server that does not listen yet.
         **options: of :class:`Plan`.
     """
@@ -162,13 +163,15 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
         base_url: str | None = None,
         *,
         engine: Any = None,
+        token: str | None = None,
         connection_timeout: float = 0.0,
         **options: Any,
     ) -> None:
         plan = Plan(scheme, **options)
+        self._token = token
         super().__init__(base_url, connection_timeout=connection_timeout)
         # TRL's default address is the one that servers listen at; as a target it is this machine.
-        self._server = VLLMServer(self.base_url.replace("//0.0.0.0", "//127.0.0.1"))
+        self._server = VLLMServer(self.base_url.replace("//0.0.0.0", "//127.0.0.1"), token)
         self._requests = ServerClient(self._server)
         self._timeout = plan.timeout
         self._collected: dict[str, torch.Tensor] = {}
@@ -234,8 +237,14 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
 
     # ---------------------------------------------------------------- requests
 
+    def check_server(self, *arguments: Any, **keywords: Any) -> None:
+        """As TRL's, which calls it before anything else."""
+        if self._token is not None:
+            self.session.headers["Authorization"] = f"Bearer {self._token}"
+        super().check_server(*arguments, **keywords)
+
     def _post(self, url: str, **request: Any) -> Any:
-        """As TRL's, but it ends when the server does, and says which."""
+        """As TRL's, but it ends at the deadline, and when the server does, and says which."""
         ask = partial(super()._post, url, **request)
         route = url.removeprefix(self.base_url)
         return self._requests.bounded(ask, Deadline(self._timeout), route)
@@ -252,12 +261,15 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def attach(scheme: WeightSyncScheme, *, engine: Any = None, **options: Any) -> Iterator[None]:
+def attach(
+    scheme: WeightSyncScheme, *, engine: Any = None, token: str | None = None, **options: Any
+) -> Iterator[None]:
     """A trainer of TRL's that is made and trains inside takes its weights to vLLM by ``scheme``.
 
     Args:
         engine: what is given the weights, if it is not the server that the trainer's
             configuration names: several servers behind one address, say.
+        token: the server's ``--api-key``.
         **options: of :class:`Plan`: ``timeout``, ``sender``, ``receiver``, ``on_update``.
 
     Raises:
@@ -284,8 +296,14 @@ def attach(scheme: WeightSyncScheme, *, engine: Any = None, **options: Any) -> I
             return generates(generation, *arguments, **keywords)
 
         def client(base_url: str, group_port: int, connection_timeout: float) -> Client:
-            wait = connection_timeout
-            return Client(scheme, base_url, engine=engine, connection_timeout=wait, **options)
+            return Client(
+                scheme,
+                base_url,
+                engine=engine,
+                token=token,
+                connection_timeout=connection_timeout,
+                **options,
+            )
 
         generates = VLLMGeneration.generate
         made = partial(_made_for_us, vllm_generation.LLM)
