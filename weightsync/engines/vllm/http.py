@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from weightsync.deadline import Deadline
+from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.engines.vllm.addresses import is_own
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError
+
+T = TypeVar("T")
 
 _LARGEST = 64 << 20
 """Bytes of an answer, at most."""
@@ -25,6 +29,9 @@ _WORDS = 1000
 _IDLE = 2.0
 """Seconds that an idle connection is used again: vLLM closes them after 5, and a request that
 meets the closing would look like the server's death."""
+
+_LOOK = 1.0
+"""Seconds after which a server that has not answered is asked whether it lives, again and again."""
 
 _HEALTH = 2.0
 """Seconds that a server has to say that it lives."""
@@ -179,6 +186,24 @@ class Connection:
         if self.health() == 200:
             return EngineError(f"the connection to {self.url} broke in {route}: {words}")
         return EngineDiedError(f"{self.url} is gone, or was never there: {words}")
+
+    def watched(self, function: Callable[[], T], deadline: Deadline, what: str) -> T:
+        """A call of the server by whatever means, which ends when the server does.
+
+        Raises:
+            DeadlineError: it did not return in time. EngineDiedError: the server is gone.
+        """
+        # The server never answers a call that waits for an engine which dies: it stops listening,
+        # and waits for the call to end.
+        looked = time.monotonic()
+
+        def look() -> None:
+            nonlocal looked
+            if time.monotonic() - looked > _LOOK:
+                self.require_alive()
+                looked = time.monotonic()
+
+        return call_with_deadline(function, deadline, what, look)
 
     def require_alive(self) -> None:
         """

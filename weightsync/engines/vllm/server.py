@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.deadline import Deadline, call_with_deadline
+from weightsync.deadline import Deadline
 from weightsync.engines.vllm.addresses import is_own, own_address_towards
 from weightsync.engines.vllm.ballot import Ballot
 from weightsync.engines.vllm.client import BACKEND, CALL, GRACE, Facts, Mode, VLLMClient
@@ -30,9 +30,6 @@ _AT_ONCE = 64
 
 _AGAIN = 0.2
 """Seconds after which a server that does not listen yet is tried again."""
-
-_LOOK = 1.0
-"""Seconds after which a server that has not answered is asked whether it lives, again and again."""
 
 _LABELLING = 5.0
 """Seconds that the data-parallel ranks of a server may have different labels."""
@@ -464,18 +461,8 @@ class ServerClient(VLLMClient):
 
     def bounded(self, function: Callable[[], T], deadline: Deadline, what: str) -> T:
         """As of every client; a call that takes its time is watched."""
-        # The server never answers a call that waits for an engine which dies: it stops listening,
-        # and waits for the call to end.
-        looked = time.monotonic()
-
-        def look() -> None:
-            nonlocal looked
-            if time.monotonic() - looked > _LOOK:
-                self._http.require_alive()
-                looked = time.monotonic()
-
         within = Deadline(deadline.remaining + GRACE)
-        return call_with_deadline(function, within, f"the {self.name}'s {what}", look)
+        return self._http.watched(function, within, f"the {self.name}'s {what}")
 
     def _request(
         self, method: str, route: str, deadline: Deadline, body: Any, query: dict[str, Any]
