@@ -31,7 +31,7 @@ from weightsync.receiver import Receiver
 from weightsync.report import SyncReport
 from weightsync.scheme import WeightSyncScheme
 from weightsync.sender import Sender
-from weightsync.source import SourceOptions, WeightSource, as_source
+from weightsync.source import SourceOptions, as_source
 from weightsync.sources.iterable import IterableSource
 
 Metadata = Sequence[tuple[str, str, Sequence[int]]]
@@ -73,6 +73,7 @@ class Link:
         self._ends = ExitStack()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        self._model: torch.nn.Module | None = None
 
     def send(self, weights: Any) -> None:
         """Bring weights into the engines. The first ones decide whether ranks send together.
@@ -82,34 +83,33 @@ class Link:
             WeightSyncError: nothing became visible; see :meth:`Sender.update_weights`.
         """
         if self._sender is None and self._receiver is None:
-            self._open(weights)
+            self._open(weights if isinstance(weights, torch.nn.Module) else None)
         if self._sender is not None:
-            report = self._sender.update_weights(weights)
+            # What is found out about a model once need not be found out again.
+            report = self._sender.update_weights(None if weights is self._model else weights)
             if self._plan.on_update is not None:
                 self._plan.on_update(report)
         if not self._leads and self._receiver is not None:
             self._take(self._receiver)
 
-    def _open(self, weights: Any) -> None:
+    def _open(self, model: torch.nn.Module | None) -> None:
         plan, deadline = self._plan, Deadline(self._plan.timeout)
-        spread = not isinstance(weights, WeightSource) and as_source(weights).inventory().of_ranks
+        sender = receiver = None
         with ExitStack() as ends:
-            sender = receiver = None
-            if self._engine is not None:
-                receiver = ends.enter_context(
-                    plan.scheme.create_receiver(self._engine, **plan.receiver)
-                )
-            if self._leads or spread:
-                model = weights if spread else None
+            if self._leads or (model is not None and as_source(model).inventory().of_ranks):
                 options = {"timeout": plan.timeout, **plan.sender}
                 sender = ends.enter_context(plan.scheme.create_sender(model, **options))
-                if receiver is not None and self._leads:
-                    sender.attach(receiver)
+            if self._engine is not None:
+                receiver = plan.scheme.create_receiver(self._engine, **plan.receiver)
+                ends.enter_context(receiver)
+            if sender is not None and receiver is not None and self._leads:
+                sender.attach(receiver)
+            if sender is not None:
                 sender.connect(deadline.remaining)
             if receiver is not None and not self._leads:
                 receiver.connect(deadline.remaining)
             self._ends = ends.pop_all()
-            self._sender, self._receiver = sender, receiver
+        self._sender, self._receiver, self._model = sender, receiver, model
 
     def _take(self, receiver: Receiver) -> None:
         if receiver.poll_and_apply(self._plan.timeout) is None:
@@ -136,7 +136,7 @@ class Link:
     def close(self) -> None:
         """Give everything back; engines keep their weights. Idempotent."""
         self._ends.close()
-        self._sender = self._receiver = None
+        self._sender = self._receiver = self._model = None
 
 
 # ---------------------------------------------------------------- a client of a server
@@ -172,7 +172,6 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
         super().__init__(base_url, connection_timeout=connection_timeout)
         # TRL's default address is the one that servers listen at; as a target it is this machine.
         self._server = VLLMServer(self.base_url.replace("//0.0.0.0", "//127.0.0.1"), token)
-        self._requests = ServerClient(self._server)
         self._timeout = plan.timeout
         self._collected: dict[str, torch.Tensor] = {}
         self.link = Link(plan, self._server if engine is None else engine)
@@ -186,7 +185,7 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
         Raises:
             EngineError: it was started for another transfer; says how to start it.
         """
-        self._requests.facts(Deadline(self._timeout))
+        ServerClient(self._server).facts(Deadline(self._timeout))
 
     def close_communicator(self) -> None:
         """End sender and receiver; the server keeps its weights."""
@@ -246,8 +245,8 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
     def _post(self, url: str, **request: Any) -> Any:
         """As TRL's, but it ends at the deadline, and when the server does, and says which."""
         ask = partial(super()._post, url, **request)
-        route = url.removeprefix(self.base_url)
-        return self._requests.bounded(ask, Deadline(self._timeout), route)
+        what = f"{self._server}'s {url.removeprefix(self.base_url)}"
+        return self._server.connection.watched(ask, Deadline(self._timeout), what)
 
 
 def _dtype(name: str) -> torch.dtype:
