@@ -2,6 +2,7 @@
 
 import copy
 import os
+from contextlib import closing
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from tests.integrations.counting import (
     tokenizer,
 )
 from tests.integrations.vllm_stand_in import standing_in
+from weightsync.testing.fake_engine import FakeEngine
 
 trl = pytest.importorskip("trl")
 
 from trl.generation import vllm_generation  # noqa: E402
 
-from weightsync.integrations.trl import Client, attach  # noqa: E402
+from weightsync.integrations.trl import Client, Link, Plan, attach  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,8 +86,6 @@ def test_a_grpo_trainer_and_its_engine_agree_after_each_step(train, server):
 
 def test_a_trainer_without_updates_would_not_agree(train, monkeypatch):
     """That the test above can fail."""
-    from weightsync.integrations.trl import Link
-
     monkeypatch.setattr(Link, "send", lambda *_: None)
     trainer = train(max_steps=1)
     assert logged(trainer, "sampling/sampling_logp_difference/max")[0] > 100 * AGREE
@@ -186,6 +186,40 @@ def test_trl_is_as_it_was_afterwards(train, server):
     assert before == after
 
 
+# ---------------------------------------------------------------- before it generates
+
+
+def test_s1_what_an_engine_lost_in_sleep_is_there_again_before_it_generates(run_dir):
+    """S1: also when the trainer has made no step since."""
+    engine = FakeEngine({"a": (2, 2)})
+    reports = []
+    link = Link(Plan(ws.DoubleBufferScheme(run_dir), 10.0, on_update=reports.append), engine)
+    with closing(link):
+        assert not link.restore()  # nothing was sent yet
+        model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.eye(2))})
+        link.send(model)
+        engine.sleep()
+        assert not torch.equal(engine.part("a"), torch.eye(2))
+        engine.wake()
+        assert link.restore()
+        assert torch.equal(engine.part("a"), torch.eye(2))
+    assert [report.version.number for report in reports] == [0]
+
+
+def test_an_engine_without_a_whole_version_does_not_generate(run_dir):
+    engine = FakeEngine({"a": (2, 2)})
+    with closing(Link(Plan(ws.DoubleBufferScheme(run_dir), 10.0), engine)) as link:
+        engine.fail["load"] = RuntimeError("no room")
+        with pytest.raises(ws.ReceiverError, match="no room"):
+            link.send({"a": torch.eye(2)})
+        engine.fail["load"] = [RuntimeError("still none")] * 9
+        with pytest.raises(ws.EngineUnusableError):
+            link.restore()
+        engine.fail.clear()
+        link.send({"a": torch.eye(2)})
+        assert link.restore()
+
+
 # ---------------------------------------------------------------- the client
 
 
@@ -260,9 +294,14 @@ def test_tensors_that_come_one_by_one_end_with_the_reset_of_the_cache(client, se
 
 def test_an_update_that_breaks_off_changes_nothing(client, server):
     before = copy.deepcopy(server.policy)
-    with pytest.raises(RuntimeError, match="the user's"), client.weight_update():
-        client.update_named_param("lm_head.weight", torch.zeros(16, 64))
-        raise RuntimeError("the user's")
+
+    def break_off():
+        with client.weight_update():
+            client.update_named_param("lm_head.weight", torch.zeros(16, 64))
+            raise RuntimeError("the user's")
+
+    with pytest.raises(RuntimeError, match="the user's"):
+        break_off()
     client.reset_prefix_cache()
     assert same(server.policy, before)
 
