@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-verl  verl's own checkpoint-engine manager over our schemes, in an environment of its own"
 	@echo "make example-verl  verl trains a tiny policy on two actor ranks, for two rollout workers"
 	@echo "make example-ray  GRPO with Ray actors on two nodes, vLLM replicas, one of which dies"
+	@echo "make example-trl  TRL's GRPOTrainer with a vLLM server, or ARGS=--colocate, by a scheme"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -115,6 +116,10 @@ example-verl: $(VERL)/.ready
 example-ray: $(READY)
 	@echo "== GRPO with Ray: a trainer and vLLM replicas as actors on two nodes (about two minutes)"
 	$(BIN)/python examples/ray_grpo.py $(ARGS)
+
+example-trl: $(READY)
+	@echo "== TRL's GRPOTrainer on a tiny Llama, its weights brought to vLLM by a scheme"
+	$(BIN)/python examples/trl_grpo.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

@@ -215,14 +215,16 @@ def train(options: argparse.Namespace, folder: Path) -> bool:
     torch.manual_seed(options.seed)
     if options.colocate:
         make_engines_small()
-    with nullcontext() if options.colocate else serving(folder / "engine") as url:
+    with (
+        nullcontext() if options.colocate else serving(folder / "engine") as url,
         # The one line: whatever trains inside is synced by the scheme.
-        with attach(ws.scheme_from_url(options.scheme), timeout=60, on_update=reports.append):
-            trainer = make_trainer(options, folder, url)
-            trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(Table)
-            print(" step   reward  version  max |Δlogp|   sync ms  pause ms")
-            trainer.train()
+        attach(ws.scheme_from_url(options.scheme), timeout=60, on_update=reports.append),
+    ):
+        trainer = make_trainer(options, folder, url)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Table)
+        print(" step   reward  version  max |Δlogp|   sync ms  pause ms")
+        trainer.train()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     rewards = [entry["reward"] for entry in steps]
     worst = max(entry["sampling/sampling_logp_difference/max"] for entry in steps)
