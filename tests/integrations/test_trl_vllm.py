@@ -1,12 +1,11 @@
 """TRL's trainers with a real vLLM: a server beside them, and an engine in their own process."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 import weightsync as ws
+from tests.integrations import colocated
 from tests.integrations.counting import (
     configuration,
     dataset,
@@ -101,54 +100,13 @@ def test_other_schemes_do_as_well(server, tmp_path, url):
     assert max(logged(made, "sampling/sampling_logp_difference/max")) < AGREE
 
 
-COLOCATED = """
-import functools, sys
-import torch
-import weightsync as ws
-from tests.integrations.counting import configuration, dataset, logged, policy, reward, tokenizer
-from trl import GRPOConfig, GRPOTrainer
-from trl.generation import vllm_generation
-from weightsync.integrations.trl import attach
-
-folder, run = sys.argv[1:]
-model = policy(seed=5)
-model.save_pretrained(folder)
-with torch.no_grad():
-    for parameter in model.parameters():  # not what the engine loads from the folder
-        parameter.mul_(1.5)
-model.name_or_path = folder
-small = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-vllm_generation.LLM = functools.partial(vllm_generation.LLM, **small)
-reports = []
-with attach(ws.DoubleBufferScheme(run), timeout=60.0, on_update=reports.append):
-    trainer = GRPOTrainer(
-        model=model,
-        args=configuration(
-            GRPOConfig, folder, vllm_mode="colocate", vllm_max_model_length=32, max_steps=3
-        ),
-        reward_funcs=reward,
-        train_dataset=dataset(),
-        processing_class=tokenizer(),
-    )
-    trainer.train()
-differences = logged(trainer, "sampling/sampling_logp_difference/max")
-assert len(differences) == 3 and max(differences) < 1e-5, differences
-assert [report.version.number for report in reports] == [0, 1, 2], reports
-assert all(report.receivers[0].state == "applied" for report in reports), reports
-print("agreed")
-"""
-
-
 def test_an_engine_in_the_trainers_process_agrees(tmp_path, run_dir):
-    """In a process of its own: TRL sets variables that later engines would be made by."""
-    done = subprocess.run(
-        [sys.executable, "-c", COLOCATED, str(tmp_path), run_dir],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert "agreed" in done.stdout, done.stderr[-3000:]
+    found = colocated.run(tmp_path, f"shm://{run_dir}", timeout=400)
+    assert len(found["differences"]) == 3
+    assert max(found["differences"]) < AGREE
+    assert found["versions"] == [0, 1, 2]
+    assert found["states"] == ["applied"] * 3
+    assert found["verified"] == [True] * 3
 
 
 def test_h1_a_server_that_is_killed_ends_the_training_and_is_named(run_dir, tmp_path):
