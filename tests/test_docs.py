@@ -31,6 +31,8 @@ WITH_VLLM = {
 
 WITH_FRAMEWORKS = {
     ("docs/integrations/ray.md", "ray"),  # tests/integrations/test_ray.py
+    ("docs/integrations/trl.md", "trainer"),  # tests/integrations/test_trl.py
+    ("docs/integrations/trl.md", "client"),
 }
 
 ONE_FILE = [  # tests/testing/test_one_file.py

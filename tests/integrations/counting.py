@@ -19,7 +19,7 @@ def policy(seed=0, **changes):
         "num_attention_heads": 2,
         "head_dim": 32,  # vLLM's CPU attention takes no smaller one
         "initializer_range": 0.05,  # wide enough that other weights show in the log-probabilities
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 256,
         "bos_token_id": None,
         "eos_token_id": END,
         "pad_token_id": PAD,

@@ -1,6 +1,7 @@
 """TRL's own trainers and client over our schemes; a real vLLM behind them: test_trl_vllm.py."""
 
 import copy
+import functools
 import os
 from contextlib import closing
 
@@ -9,6 +10,7 @@ import torch
 
 import weightsync as ws
 from tests.conftest import assert_all_same
+from tests.docs import run as page
 from tests.integrations.counting import (
     configuration,
     dataset,
@@ -24,6 +26,7 @@ trl = pytest.importorskip("trl")
 
 from trl.generation import vllm_generation  # noqa: E402
 
+from weightsync.integrations import trl as integration  # noqa: E402
 from weightsync.integrations.trl import Client, Link, Plan, attach  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -313,3 +316,31 @@ def test_a_client_begins_anew_after_it_was_closed(client, server):
     client.update_model_params(policy(2))
     assert same(server.policy, policy(2))
     assert client.generate([[1, 2, 3]], n=2, max_tokens=4)["prompt_ids"] == [[1, 2, 3]]
+
+
+# ---------------------------------------------------------------- as documented
+
+
+def test_the_trainer_of_the_page(server, run_dir, tmp_path, monkeypatch):
+    config = configuration(trl.GRPOConfig, tmp_path, server.url, max_steps=1)
+    given = {
+        "model": policy(),
+        "arguments": config,
+        "reward": reward,
+        "data": dataset(),
+        "more": {"processing_class": tokenizer()},
+    }
+    # The engine is the stand-in's module, of which the page knows nothing.
+    monkeypatch.setattr(
+        integration, "attach", functools.partial(integration.attach, engine=server.policy)
+    )
+    names = page("docs/integrations/trl.md", "trainer", run_dir, **given)
+    assert max(logged(names["trainer"], "sampling/sampling_logp_difference/max")) < AGREE
+
+
+def test_the_client_of_the_page(server, run_dir, monkeypatch):
+    monkeypatch.setattr(integration, "Client", functools.partial(Client, engine=server.policy))
+    model = policy(3)
+    names = page("docs/integrations/trl.md", "client", run_dir, url=server.url, model=model)
+    assert same(server.policy, model)
+    assert [len(tokens) for tokens in names["answer"]["completion_ids"]] == [4, 4]
