@@ -71,6 +71,7 @@ class Link:
         self._engine = engine
         self._leads = leads
         self._ends = ExitStack()
+        self._opened = False
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._model: torch.nn.Module | None = None
@@ -82,7 +83,7 @@ class Link:
             ReceiverError: an engine failed, died or was late; names it, in its own words.
             WeightSyncError: nothing became visible; see :meth:`Sender.update_weights`.
         """
-        if self._sender is None and self._receiver is None:
+        if not self._opened:
             self._open(weights if isinstance(weights, torch.nn.Module) else None)
         if self._sender is not None:
             # What is found out about a model once need not be found out again.
@@ -110,6 +111,7 @@ class Link:
                 receiver.connect(deadline.remaining)
             self._ends = ends.pop_all()
         self._sender, self._receiver, self._model = sender, receiver, model
+        self._opened = True
 
     def _take(self, receiver: Receiver) -> None:
         if receiver.poll_and_apply(self._plan.timeout) is None:
@@ -137,6 +139,7 @@ class Link:
         """Give everything back; engines keep their weights. Idempotent."""
         self._ends.close()
         self._sender = self._receiver = self._model = None
+        self._opened = False
 
 
 # ---------------------------------------------------------------- a client of a server
@@ -213,8 +216,7 @@ class Client(VLLMClient):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """All ``update_named_param`` inside are one update, which nothing has happened of if the
-        block ends by an error."""
+        """All ``update_named_param`` inside are one update; none if the block ends by an error."""
         self._collected.clear()
         try:
             yield
