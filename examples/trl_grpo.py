@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -191,6 +192,7 @@ def make_engines_small() -> None:
 
 def train(options: argparse.Namespace, folder: Path) -> bool:
     """Whether the policy learned, and both ends held the same weights at each step."""
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")  # said many times
     import torch
     from transformers import PrinterCallback, TrainerCallback
 
