@@ -143,11 +143,24 @@ class Sender:
         if manifest is not None:
             self._publisher.prepare(manifest, deadline)
         if receivers:
-            self._wait_connected(receivers, deadline)
+            self._wait_for(receivers, deadline)
         for receiver in self._attached:
             self._connect_attached(receiver, deadline)
 
-    def _wait_connected(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
+    def wait_for_receivers(self, receivers: int | Sequence[str], timeout: float = 60.0) -> None:
+        """Wait until so many receivers, or those of these ids, are connected.
+
+        For a sender that has to do something else between its ``connect`` and their arrival.
+
+        Raises:
+            ReceiverError: a receiver's set-up failed; carries its words.
+            DeadlineError: fewer came; names those that did.
+        """
+        if self._epoch is None:
+            raise WeightSyncError("the sender is not connected: call connect() first")
+        self._wait_for(receivers, Deadline(timeout))
+
+    def _wait_for(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
         alive: list[str] = []
 
         def attempt() -> bool | None:
