@@ -5,5 +5,15 @@ others have the names and constructor keywords of TorchRL's own, for trainer and
 """
 
 from weightsync.integrations.torchrl.scheme import TorchRLScheme
+from weightsync.integrations.torchrl.vllm import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMNCCLWeightSync,
+    VLLMWeightSyncScheme,
+)
 
-__all__ = ["TorchRLScheme"]
+__all__ = [
+    "TorchRLScheme",
+    "VLLMDoubleBufferSyncScheme",
+    "VLLMNCCLWeightSync",
+    "VLLMWeightSyncScheme",
+]

@@ -9,7 +9,7 @@ background, and answers for itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -88,7 +88,7 @@ class TorchRLScheme(WeightSyncScheme):
         context: Any = None,
         model: nn.Module | None = None,
         weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
+        params_map: dict[int, Any] | None = None,
         devices: Sequence[Any] | None = None,
         device_map_fn: Any = None,
         num_workers: int | None = None,
@@ -102,7 +102,7 @@ class TorchRLScheme(WeightSyncScheme):
             num_workers = len(params_map or devices or ())
         self._workers = list(params_map or range(num_workers))
         if params_map is not None:
-            self._initial = {**params_map}
+            self._initial = dict(params_map)
         elif model is not None or weights is not None:
             self._initial = {None: model if weights is None else weights}
         else:
