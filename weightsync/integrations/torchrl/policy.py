@@ -13,7 +13,7 @@ from torch import nn
 from weightsync.deadline import Deadline
 from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.engines.module import ModuleEngine
-from weightsync.errors import MismatchError
+from weightsync.errors import EngineError, MismatchError
 from weightsync.integrations.torchrl.names import give_memory, named, weights_of
 from weightsync.manifest import Manifest
 from weightsync.version import Version
@@ -29,11 +29,11 @@ class PolicyEngine(Engine):
     first rollout. The first version must have all of its tensors; later ones may have some.
 
     Args:
-        policy: gives the module.
+        policy: gives the module; None once it is gone.
         applied: called when the policy holds a newer version than before; not for the first.
     """
 
-    def __init__(self, policy: Callable[[], nn.Module], applied: Callable[[], None]) -> None:
+    def __init__(self, policy: Callable[[], nn.Module | None], applied: Callable[[], None]) -> None:
         self._policy = policy
         self._applied = applied
         self._tensors: dict[str, torch.Tensor] = {}
@@ -45,8 +45,14 @@ class PolicyEngine(Engine):
     def target(self) -> Any:
         return self._policy()
 
-    def check(self, manifest: Manifest) -> Fit:
+    def _present(self) -> nn.Module:
         policy = self._policy()
+        if policy is None:
+            raise EngineError("the policy is gone: nothing but this scheme knows it any more")
+        return policy
+
+    def check(self, manifest: Manifest) -> Fit:
+        policy = self._present()
         give_memory(policy)
         self._extra = {
             spec.name: torch.empty(spec.shape, dtype=spec.dtype)
@@ -72,7 +78,7 @@ class PolicyEngine(Engine):
         self._module.apply(update, deadline)
         if self._extra:
             state = {name[len(_EXTRA) :]: value.clone() for name, value in self._extra.items()}
-            self._policy().set_extra_state(state)
+            self._present().set_extra_state(state)
 
     def label(self, version: Version | None) -> None:
         if version is None:

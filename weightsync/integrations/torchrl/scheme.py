@@ -59,7 +59,7 @@ class TorchRLScheme(WeightSyncScheme):
         """What belongs to this process, and does not travel to another one."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._initial: dict[int | None, Any] = {}
+        self._initial: dict[Any, Any] = {}  # by worker; None: for all
         self._sent: dict[str, torch.Tensor] = {}
         self._workers: list[int] = []
         self._undo_hold = _nothing
@@ -102,13 +102,13 @@ class TorchRLScheme(WeightSyncScheme):
             num_workers = len(params_map or devices or ())
         self._workers = list(params_map or range(num_workers))
         if params_map is not None:
-            self._initial = dict(params_map)
+            self._initial = {**params_map}
         elif model is not None or weights is not None:
             self._initial = {None: model if weights is None else weights}
         else:
             self._initial = self._initial_of(context)
 
-    def _initial_of(self, context: Any) -> dict[int | None, Any]:
+    def _initial_of(self, context: Any) -> dict[Any, Any]:
         """What the workers begin with: one set of weights for all, or one for each."""
         model = None if context is None else self.model
         if model is not None:
