@@ -96,6 +96,8 @@ class TorchRLScheme(WeightSyncScheme):
     ) -> None:
         self.model_id = model_id or "policy"
         self.context = context
+        if model is not None:
+            self.model = model
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
         if num_workers is None:
@@ -173,6 +175,8 @@ class TorchRLScheme(WeightSyncScheme):
             self._publish(self._prepared(weights), _numbers(worker_ids))
 
     def _prepared(self, weights: Any) -> Any:
+        if weights is None and self.context is None and self._model_ref is not None:
+            weights = self._model_ref()
         return self.prepare_weights(
             weights, self._model_id or "policy", self._strategy, self.context
         )
