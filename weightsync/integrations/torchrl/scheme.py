@@ -9,7 +9,8 @@ background, and answers for itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -59,7 +60,7 @@ class TorchRLScheme(WeightSyncScheme):
         """What belongs to this process, and does not travel to another one."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._initial: dict[Any, Any] = {}  # by worker; None: for all
+        self._given: dict[Any, Any] = {}  # by worker; None: for all
         self._sent: dict[str, torch.Tensor] = {}
         self._workers: list[int] = []
         self._undo_hold = _nothing
@@ -88,7 +89,7 @@ class TorchRLScheme(WeightSyncScheme):
         context: Any = None,
         model: nn.Module | None = None,
         weights: Any = None,
-        params_map: dict[int, Any] | None = None,
+        params_map: Mapping[int, Any] | None = None,
         devices: Sequence[Any] | None = None,
         device_map_fn: Any = None,
         num_workers: int | None = None,
@@ -96,31 +97,26 @@ class TorchRLScheme(WeightSyncScheme):
     ) -> None:
         self.model_id = model_id or "policy"
         self.context = context
-        if model is not None:
-            self.model = model
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
         if num_workers is None:
             num_workers = len(params_map or devices or ())
         self._workers = list(params_map or range(num_workers))
         if params_map is not None:
-            self._initial = {**params_map}
+            self._given = _merged(params_map)
         elif model is not None or weights is not None:
-            self._initial = {None: model if weights is None else weights}
+            self._given = {None: model if weights is None else weights}
         else:
-            self._initial = self._initial_of(context)
+            self._given = self._given_by(context)
 
-    def _initial_of(self, context: Any) -> dict[Any, Any]:
+    def _given_by(self, context: Any) -> dict[Any, Any]:
         """What the workers begin with: one set of weights for all, or one for each."""
-        model = None if context is None else self.model
-        if model is not None:
-            return {None: model}
+        with suppress(AttributeError):  # there is none, or it is None
+            return {None: self.model}
         factories = list(filter(None, getattr(context, "policy_factory", None) or ()))
         if self.model_id != "policy" or not factories:
             raise SourceError(f"there is no model {self.model_id!r} to take weights from")
-        if all(factory is factories[0] for factory in factories):
-            return {None: factories[0]()}
-        return {worker: factory() for worker, factory in enumerate(factories)}
+        return {worker: make() for worker, make in _merged(dict(enumerate(factories))).items()}
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
@@ -128,12 +124,9 @@ class TorchRLScheme(WeightSyncScheme):
         deadline = Deadline(self.timeout)
         self._sender = self.scheme.create_sender(timeout=self.timeout)
         self._sender.connect(deadline.remaining)
-        if not self._await_workers(deadline):
-            return  # TorchRL knows what a worker that ended had to say
-        initial = self._initial if weights is None else {None: weights}
-        for worker, value in initial.items():
-            self._publish(self._prepared(value), None if worker is None else [worker])
-        self._initial = {}
+        # Should one have ended already, the others get on, and TorchRL tells what it had to say.
+        came = self._await_workers(deadline)
+        self._publish_all(self._given if weights is None else {None: weights}, came)
 
     def _await_workers(self, deadline: Deadline) -> bool:
         """Whether all came. False: one has ended without.
@@ -167,21 +160,25 @@ class TorchRLScheme(WeightSyncScheme):
         """
         if not self.initialized_on_sender or not self.synchronized_on_sender:
             raise RuntimeError("send() comes after init_on_sender() and connect()")
+        chosen = _numbers(worker_ids)
         if isinstance(weights, dict) and weights and all(type(key) is int for key in weights):
-            chosen = _numbers(worker_ids) or list(weights)
-            for worker in chosen:
-                self._publish(self._prepared(weights[worker]), [worker])
+            each = {worker: weights[worker] for worker in chosen or weights}
+        elif weights is None and self.context is None and chosen is None:
+            each = self._given
         else:
-            self._publish(self._prepared(weights), _numbers(worker_ids))
+            each = {None: weights}
+        self._publish_all(each, self.sync, chosen)
 
-    def _prepared(self, weights: Any) -> Any:
-        if weights is None and self.context is None and self._model_ref is not None:
-            weights = self._model_ref()
-        return self.prepare_weights(
-            weights, self._model_id or "policy", self._strategy, self.context
-        )
+    def _publish_all(
+        self, each: Mapping[Any, Any], wait: bool, workers: list[int] | None = None
+    ) -> None:
+        for worker, weights in each.items():
+            prepared = self.prepare_weights(
+                weights, self._model_id or "policy", self._strategy, self.context
+            )
+            self._publish(prepared, workers if worker is None else [worker], wait)
 
-    def _publish(self, weights: Any, workers: list[int] | None) -> None:
+    def _publish(self, weights: Any, workers: list[int] | None, wait: bool) -> None:
         if self._sender is None:
             raise WeightSyncError("the scheme was shut down")
         self._fill(weights)
@@ -189,7 +186,7 @@ class TorchRLScheme(WeightSyncScheme):
         if unknown:
             raise ValueError(f"worker_ids={workers}: there are {self._workers}")
         ids = [_id_of(worker) for worker in (self._workers if workers is None else workers)]
-        waits = self.sync and (ids or self._sender.receivers())
+        waits = wait and (ids or self._sender.receivers())
         self.report = self._sender.update_weights(
             wait="applied" if waits else "published",
             receivers=None if workers is None else ids,
@@ -322,6 +319,13 @@ class TorchRLScheme(WeightSyncScheme):
 def _id_of(worker: int) -> str:
     """How the sender knows a worker."""
     return f"worker-{worker}"
+
+
+def _merged(each: Mapping[int, Any]) -> dict[Any, Any]:
+    """What is given for each worker; under None if it is the same for all."""
+    if len({id(weights) for weights in each.values()}) == 1:
+        return {None: next(iter(each.values()))}
+    return dict(each)
 
 
 def _numbers(workers: int | Sequence[int] | None) -> list[int] | None:
