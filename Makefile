@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu compat lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu compat example-torchrl lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -20,6 +20,7 @@ help:
 	@echo "make compat     what other releases of vLLM have of what is relied on; RUN='0.31.0' runs tests on one"
 	@echo "make bench-engines  the gap between tokens that an update costs, AsyncLLM and server"
 	@echo "make bench-gpu PYTHON=python  updates on an NVIDIA GPU, in an environment of yours with vLLM and CUDA"
+	@echo "make example-torchrl  trains with a TorchRL collector over ours, and over TorchRL's own schemes"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -77,6 +78,10 @@ bench-engines: $(READY)
 bench-gpu:
 	@echo "== one NVIDIA GPU: ours, vLLM's own and others' ways (about eight minutes)"
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
+example-torchrl: $(READY)
+	@echo "== TorchRL: a control policy, two collector processes, our scheme beside TorchRL's"
+	$(BIN)/python -W ignore examples/torchrl_collector.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

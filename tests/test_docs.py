@@ -23,6 +23,12 @@ WITH_VLLM = {
     ("docs/engines.md", "AsyncLLM"),
     ("docs/gpu.md", "staged"),  # tests/vllm/test_plan_updates.py
     ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
+    ("docs/integrations/torchrl.md", "vllm"),  # tests/vllm/test_torchrl.py
+}
+
+TORCHRL = {  # tests/integrations/torchrl
+    ("docs/integrations/torchrl.md", "collector"),
+    ("docs/integrations/torchrl.md", "server"),
 }
 
 ONE_FILE = [  # tests/testing/test_one_file.py
@@ -52,7 +58,7 @@ def test_all_blocks_are_known_here():
         ("docs/sources.md", "ranks"),
         *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),
     }
-    assert found == tested | WITH_VLLM
+    assert found == tested | WITH_VLLM | TORCHRL
 
 
 def test_the_trainer_of_the_readme(run_dir):

@@ -147,10 +147,17 @@ class Sender:
         for receiver in self._attached:
             self._connect_attached(receiver, deadline)
 
-    def wait_for_receivers(self, receivers: int | Sequence[str], timeout: float = 60.0) -> None:
+    def wait_for_receivers(
+        self,
+        receivers: int | Sequence[str],
+        timeout: float = 60.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until so many receivers, or those of these ids, are connected.
 
-        For a sender that has to do something else between its ``connect`` and their arrival.
+        Args:
+            check: called at each look; what it raises ends the wait. For those who know of the
+                receivers' processes, and that one has ended.
 
         Raises:
             ReceiverError: a receiver's set-up failed; carries its words.
@@ -158,12 +165,18 @@ class Sender:
         """
         if self._epoch is None:
             raise WeightSyncError("the sender is not connected: call connect() first")
-        self._wait_for(receivers, Deadline(timeout))
+        self._wait_for(receivers, Deadline(timeout), check)
 
-    def _wait_for(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
+    def _wait_for(
+        self,
+        receivers: int | Sequence[str],
+        deadline: Deadline,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         alive: list[str] = []
 
         def attempt() -> bool | None:
+            check()
             reports = self._publisher.receivers()
             failed = tuple(report for report in reports if report.state == "failed")
             if failed:

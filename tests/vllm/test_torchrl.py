@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weightsync as ws
+from tests.docs import run
 from tests.vllm.conftest import expected, greedy, llama_config, make_model
 
 pytest.importorskip("torchrl")
@@ -58,6 +59,13 @@ def test_double_buffer_with_torchrls_keywords_and_methods(llama, path, end):
     assert greedy(llama) == expected(model)
     with pytest.raises(TypeError, match="whole versions only"):
         receiver.apply_weights({"lm_head.weight": torch.zeros(1)})
+
+
+def test_the_page_about_it(llama, path, end):
+    model = make_model(llama_config(), seed=3)
+    page = run("docs/integrations/torchrl.md", "vllm", path, policy=model, llm=llama)
+    end.extend((page["sender"], page["receiver"]))
+    assert greedy(llama) == expected(model)
 
 
 @pytest.mark.parametrize("kind", [VLLMWeightSyncScheme, VLLMNCCLWeightSync])

@@ -15,6 +15,7 @@ pytest.importorskip("torchrl")
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 
+from tests.docs import run
 from tests.integrations.torchrl.conftest import WAIT
 from tests.integrations.torchrl.policies import (
     actions_are_of,
@@ -46,10 +47,15 @@ def test_two_workers_follow_the_trainer_bit_for_bit_and_a_killed_one_is_named(ru
     """One test, as a start of two workers takes most of its time."""
     policy = scaled()
     change(policy, seed=0)
-    scheme = TorchRLScheme(ws.DoubleBufferScheme(run_dir), timeout=START)
-    collector = collector_of(MultiSyncCollector, scheme, policy=policy)
+    page = run(
+        "docs/integrations/torchrl.md",
+        "collector",
+        run_dir,
+        make_env=ContinuousActionVecMockEnv,
+        policy=policy,
+    )
+    scheme, collector = page["scheme"], page["collector"]
     try:
-        scheme.timeout = WAIT
         batches = iter(collector)
         for number in range(4):
             data = next(batches)
@@ -60,6 +66,7 @@ def test_two_workers_follow_the_trainer_bit_for_bit_and_a_killed_one_is_named(ru
             collector.update_policy_weights_()
         assert scheme.report.version.number == 4
 
+        scheme.timeout = WAIT
         os.kill(collector.procs[1].pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(ws.ReceiverError, match=r"worker-1.*pid \d+.*dead"):

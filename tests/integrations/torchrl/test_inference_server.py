@@ -10,29 +10,22 @@ import weightsync as ws
 
 pytest.importorskip("torchrl")
 
-from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
-
+from tests.docs import run
 from tests.integrations.torchrl.conftest import WAIT
 from tests.integrations.torchrl.policies import change, scaled
-from weightsync.integrations.torchrl import TorchRLScheme
 
 
 @pytest.fixture
 def served(run_dir, made):
     """A trainer's policy, its scheme, a running server, and a client of it."""
     policy = scaled()
-    ours = ws.DoubleBufferScheme(run_dir)
-    sending, receiving = (TorchRLScheme(ours, timeout=WAIT) for _ in range(2))
-    made.extend((sending, receiving))
-    sending.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    connecting = threading.Thread(target=sending.connect)
-    connecting.start()
-    transport = ThreadingTransport()
-    server = InferenceServer(scaled(), transport, weight_sync=receiving)
-    server.start()
+    page = run(
+        "docs/integrations/torchrl.md", "server", run_dir, served_policy=scaled(), policy=policy
+    )
+    server = page["server"]
+    made.extend((page["scheme"], server.weight_sync))
     try:
-        connecting.join(WAIT)
-        yield policy, sending, server, transport.client()
+        yield policy, page["scheme"], server, server.transport.client()
     finally:
         server.shutdown()
 
@@ -41,7 +34,7 @@ def test_answers_follow_the_trainer_and_the_servers_version_rises(served):
     policy, sending, server, client = served
     asked = TensorDict({"observation": torch.arange(7.0)})
     for number in range(4):
-        assert server.policy_version == number
+        assert server.policy_version == number + 1  # the page's own send() was the first
         answer = client(asked.clone())
         assert torch.equal(answer["action"], policy.module(asked["observation"]))
         change(policy, seed=number)
@@ -76,7 +69,7 @@ def test_a_server_goes_on_with_its_weights_when_an_update_is_refused(served):
     asked = TensorDict({"observation": torch.ones(7)})
     before = client(asked.clone())["action"]
     with pytest.raises(ws.ReceiverError, match=r"worker-0.*'module.other'"):
-        sending.send({"module.other": torch.ones(7)})
+        sending.send({**policy.state_dict(), "module.other": torch.ones(7)})
     assert torch.equal(client(asked.clone())["action"], before)
     change(policy, seed=1)
     sending.send(policy)

@@ -26,8 +26,9 @@ from weightsync.receiver import Receiver
 from weightsync.report import SyncReport
 from weightsync.sender import Sender
 
-_LOOK = 0.5
-"""Seconds between two looks whether a worker that is waited for still lives."""
+
+class _WorkerEnded(Exception):
+    """The process of a worker that is waited for is gone."""
 
 
 class TorchRLScheme(WeightSyncScheme):
@@ -37,7 +38,7 @@ class TorchRLScheme(WeightSyncScheme):
         scheme: one of ours, or its URL.
         strategy: how TorchRL extracts weights from a model: ``"tensordict"`` or ``"state_dict"``.
         sync: whether ``send`` waits until the workers have applied the weights. Otherwise a
-            worker's failure is only to be seen in ``status()``.
+            worker's failure is to be seen in its log only.
         timeout: seconds for each wait: for workers to come up, and for one update.
     """
 
@@ -47,7 +48,7 @@ class TorchRLScheme(WeightSyncScheme):
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
         *,
         sync: bool = True,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
     ) -> None:
         super().__init__(strategy)
         self.scheme = schemes.scheme_from_url(scheme) if isinstance(scheme, str) else scheme
@@ -136,15 +137,15 @@ class TorchRLScheme(WeightSyncScheme):
         """
         assert self._sender is not None
         wanted = [_id_of(worker) for worker in self._workers]
-        while True:
-            try:
-                self._sender.wait_for_receivers(wanted, deadline.at_most(_LOOK).remaining)
-                return True
-            except DeadlineError as error:
-                if not all(p.is_alive() for p in getattr(self.context, "procs", ())):
-                    return False
-                if deadline.expired:
-                    raise DeadlineError(f"{error} ({self.timeout:.0f} s in all)") from None
+        try:
+            self._sender.wait_for_receivers(wanted, deadline.remaining, self._require_alive)
+        except _WorkerEnded:
+            return False
+        return True
+
+    def _require_alive(self) -> None:
+        if not all(process.is_alive() for process in getattr(self.context, "procs", ())):
+            raise _WorkerEnded
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Publish weights, and wait until they are applied (``sync=True``).
