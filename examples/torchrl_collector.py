@@ -6,11 +6,11 @@ workers costs:
     make example-torchrl                               # or ARGS="--width 2048"
     python examples/torchrl_collector.py --url disk:///tmp/run42
 
-The task: points in a plane, each to be moved to the origin in one step, five times over.
+The task: points in a plane, each to be moved to the origin in one step, five times over. The best
+mean reward is -0.18, for the actions have a deviation of 0.3.
 """
 
 import argparse
-import math
 import os
 import statistics
 import time
@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
 from torchrl.data import Bounded, Composite, Unbounded
@@ -59,19 +59,25 @@ class ToTheOrigin(EnvBase):
         torch.manual_seed(seed)
 
 
+class Gaussian(nn.Module):
+    """Means by a network, at first zero; a deviation that stays."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
+        )
+        nn.init.zeros_(self.net[-1].weight)
+
+    def forward(self, observation):
+        loc = self.net(observation)
+        return loc, torch.full_like(loc, 0.3)
+
+
 def make_policy(width):
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
-    )
-    with torch.no_grad():
-        net[-1].weight.zero_()
-        net[-1].bias.copy_(torch.tensor([0.0, 0.0, math.log(0.3), math.log(0.3)]))
-    module = TensorDictModule(
-        nn.Sequential(net, NormalParamExtractor("exp")), ["observation"], ["loc", "scale"]
-    )
     return ProbabilisticActor(
-        module,
+        TensorDictModule(Gaussian(width), ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
         out_keys=["action"],
         distribution_class=torch.distributions.Normal,
@@ -89,6 +95,7 @@ def train(scheme, width, iterations):
         total_frames=-1,
         weight_sync_schemes={"policy": scheme},  # this is all that differs
     )
+    collector.set_seed(0)  # so that the rewards are the same, if all schemes bring the same weights
     rewards, seconds = [], []
     try:
         for data in collector:

@@ -66,7 +66,6 @@ def test_two_workers_follow_the_trainer_bit_for_bit_and_a_killed_one_is_named(ru
             collector.update_policy_weights_()
         assert scheme.report.version.number == 4
 
-        scheme.timeout = WAIT
         os.kill(collector.procs[1].pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(ws.ReceiverError, match=r"worker-1.*pid \d+.*dead"):

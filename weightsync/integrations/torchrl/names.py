@@ -1,4 +1,4 @@
-"""Weights as TorchRL hands them around, as a plain mapping of dotted names to tensors.
+"""How TorchRL's workers are called, and weights as it hands them around, by dotted names.
 
 TorchRL's notion of a module's weights is ``TensorDict.from_module``: parameters and all buffers,
 those included that no checkpoint holds, for it builds workers' policies without any memory.
@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+
+
+def id_of(worker: int) -> str:
+    """How the trainer's sender knows a worker."""
+    return f"worker-{worker}"
 
 
 def named(weights: Any) -> dict[str, torch.Tensor]:

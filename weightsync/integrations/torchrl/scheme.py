@@ -2,33 +2,24 @@
 
 TorchRL pickles one scheme object to all workers of a collector, and calls it on both sides:
 ``init_on_sender``, ``connect`` and ``send`` in the trainer, ``init_on_receiver`` and ``connect``
-in the workers. Each side makes one of our ends of it; a worker's follows new versions in the
-background, and answers for itself.
+in the workers. Each side makes one of our ends of it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 
 from weightsync import scheme as schemes
-from weightsync.deadline import Deadline
-from weightsync.errors import DeadlineError, ReceiverError, SourceError, WeightSyncError
-from weightsync.integrations.torchrl.names import named, weights_of
-from weightsync.integrations.torchrl.policy import PolicyEngine, hold_while_computing
-from weightsync.receiver import Receiver
+from weightsync.errors import DeadlineError, SourceError, WeightSyncError
+from weightsync.integrations.torchrl.names import weights_of
+from weightsync.integrations.torchrl.trainer import Trainer
+from weightsync.integrations.torchrl.worker import Worker
 from weightsync.report import SyncReport
-from weightsync.sender import Sender
-
-
-class _WorkerEnded(Exception):
-    """The process of a worker that is waited for is gone."""
 
 
 class TorchRLScheme(WeightSyncScheme):
@@ -40,7 +31,16 @@ class TorchRLScheme(WeightSyncScheme):
         sync: whether ``send`` waits until the workers have applied the weights. Otherwise a
             worker's failure is to be seen in its log only.
         timeout: seconds for each wait: for workers to come up, and for one update.
+
+    Attributes:
+        report: of this side's last update; None before the first one.
     """
+
+    _trainer: Trainer | None
+    _worker: Worker | None
+    _workers: list[int]
+    _given: dict[Any, Any]
+    _report: SyncReport | None
 
     def __init__(
         self,
@@ -54,25 +54,14 @@ class TorchRLScheme(WeightSyncScheme):
         self.scheme = schemes.scheme_from_url(scheme) if isinstance(scheme, str) else scheme
         self.sync = sync
         self.timeout = timeout
-        self.report: SyncReport | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """What belongs to this process, and does not travel to another one."""
-        self._sender: Sender | None = None
-        self._receiver: Receiver | None = None
-        self._given: dict[Any, Any] = {}  # by worker; None: for all
-        self._sent: dict[str, torch.Tensor] = {}
-        self._workers: list[int] = []
-        self._undo_hold = _nothing
-        self._changed: threading.Condition | None = None
-        self._seen: Any = None
+        self.__dict__.update(_of_this_process())
 
     def __getstate__(self) -> dict[str, Any]:
-        copy = type(self).__new__(type(self))
-        copy.__dict__ = super().__getstate__()
-        copy._forget()
-        return copy.__dict__
+        return {**super().__getstate__(), **_of_this_process()}
+
+    @property
+    def report(self) -> SyncReport | None:
+        return self._report if self._worker is None else self._worker.report
 
     def create_transport(self, **options: Any) -> Any:
         """
@@ -92,7 +81,6 @@ class TorchRLScheme(WeightSyncScheme):
         weights: Any = None,
         params_map: Mapping[int, Any] | None = None,
         devices: Sequence[Any] | None = None,
-        device_map_fn: Any = None,
         num_workers: int | None = None,
         **options: Any,
     ) -> None:
@@ -122,30 +110,13 @@ class TorchRLScheme(WeightSyncScheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
-        deadline = Deadline(self.timeout)
-        self._sender = self.scheme.create_sender(timeout=self.timeout)
-        self._sender.connect(deadline.remaining)
+        self._trainer = Trainer(self.scheme, self._workers, self._processes, self.timeout)
         # Should one have ended already, the others get on, and TorchRL tells what it had to say.
-        came = self._await_workers(deadline)
-        self._publish_all(self._given if weights is None else {None: weights}, came)
+        came = self._trainer.connect()
+        self._publish(self._given if weights is None else {None: weights}, None, wait=came)
 
-    def _await_workers(self, deadline: Deadline) -> bool:
-        """Whether all came. False: one has ended without.
-
-        Raises:
-            DeadlineError: some did not come. ReceiverError: one cannot be set up.
-        """
-        assert self._sender is not None
-        wanted = [_id_of(worker) for worker in self._workers]
-        try:
-            self._sender.wait_for_receivers(wanted, deadline.remaining, self._require_alive)
-        except _WorkerEnded:
-            return False
-        return True
-
-    def _require_alive(self) -> None:
-        if not all(process.is_alive() for process in getattr(self.context, "procs", ())):
-            raise _WorkerEnded
+    def _processes(self) -> Iterable[Any]:
+        return getattr(self.context, "procs", ())
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Publish weights, and wait until they are applied (``sync=True``).
@@ -162,54 +133,21 @@ class TorchRLScheme(WeightSyncScheme):
         if not self.initialized_on_sender or not self.synchronized_on_sender:
             raise RuntimeError("send() comes after init_on_sender() and connect()")
         chosen = _numbers(worker_ids)
+        each = {None: weights}
         if isinstance(weights, dict) and weights and all(type(key) is int for key in weights):
             each = {worker: weights[worker] for worker in chosen or weights}
         elif weights is None and self.context is None and chosen is None:
             each = self._given
-        else:
-            each = {None: weights}
-        self._publish_all(each, self.sync, chosen)
+        self._publish(each, chosen, self.sync)
 
-    def _publish_all(
-        self, each: Mapping[Any, Any], wait: bool, workers: list[int] | None = None
-    ) -> None:
-        for worker, weights in each.items():
-            prepared = self.prepare_weights(
-                weights, self._model_id or "policy", self._strategy, self.context
-            )
-            self._publish(prepared, workers if worker is None else [worker], wait)
-
-    def _publish(self, weights: Any, workers: list[int] | None, wait: bool) -> None:
-        if self._sender is None:
+    def _publish(self, each: Mapping[Any, Any], workers: list[int] | None, wait: bool) -> None:
+        """Weights for each worker, or under None for the workers given (None: all)."""
+        if self._trainer is None:
             raise WeightSyncError("the scheme was shut down")
-        self._fill(weights)
-        unknown = set(workers or ()) - set(self._workers)
-        if unknown:
-            raise ValueError(f"worker_ids={workers}: there are {self._workers}")
-        ids = [_id_of(worker) for worker in (self._workers if workers is None else workers)]
-        waits = wait and (ids or self._sender.receivers())
-        self.report = self._sender.update_weights(
-            wait="applied" if waits else "published",
-            receivers=None if workers is None else ids,
-        )
-        silent = set(ids) - {receiver.receiver for receiver in self.report.receivers}
-        if waits and silent:
-            words = f"version {self.report.version.number}: {', '.join(sorted(silent))} has ended"
-            raise ReceiverError(words, (), self.report)
-
-    def _fill(self, weights: Any) -> None:
-        """Have the one mapping that the sender knows, and remembers facts about, hold these.
-
-        Raises:
-            SourceError: there are none.
-        """
-        assert self._sender is not None
-        self._sent.clear()
-        self._sent.update({} if weights is None else named(weights))
-        if not self._sent:
-            raise SourceError(f"model {self._model_id!r} has no weights to send; pass some")
-        if self._sender.version is None:
-            self._sender.register_model(self._sent)
+        for worker, weights in each.items():
+            prepared = self.prepare_weights(weights, self._model_id, self._strategy, self.context)
+            chosen = workers if worker is None else [worker]
+            self._report = self._trainer.publish(prepared, chosen, wait)
 
     # ---------------------------------------------------------------- a worker
 
@@ -234,21 +172,11 @@ class TorchRLScheme(WeightSyncScheme):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        deadline = Deadline(self.timeout)
         number = self._worker_idx if worker_idx is None else worker_idx
-        receiver = self.scheme.create_receiver(
-            PolicyEngine(lambda: self.model, self._cascade),
-            id=None if number is None else _id_of(number),
-            apply_timeout=self.timeout,
-        )
-        receiver.connect(deadline.remaining)
-        if receiver.poll_and_apply(deadline.remaining) is None:
-            receiver.shutdown()
-            raise DeadlineError(f"no weights came within {self.timeout:.0f} s of connect()")
-        self._receiver, self._seen = receiver, receiver.version
-        self._changed = threading.Condition()
-        self._hold(self.model)
-        receiver.follow(on_update=self._tell)
+        worker = Worker(self.scheme, number, lambda: self.model, self._cascade, self.timeout)
+        worker.connect()
+        worker.hold(self.model)
+        self._worker = worker
 
     @property
     def model(self) -> Any:
@@ -258,25 +186,14 @@ class TorchRLScheme(WeightSyncScheme):
     @model.setter
     def model(self, model: Any) -> None:
         WeightSyncScheme.model.fset(self, model)
-        if self._receiver is not None and model is not None:
-            self._hold(model)
-
-    def _hold(self, model: nn.Module) -> None:
-        assert self._receiver is not None
-        self._undo_hold()
-        self._undo_hold = hold_while_computing(model, self._receiver.hold)
+        if self._worker is not None and model is not None:
+            self._worker.hold(model)
 
     def _cascade(self) -> None:
         """Pass on that the model has other weights: policy versions rise, sub-collectors follow."""
         update = getattr(self.context, "update_policy_weights_", None)
         if update is not None:
             update(model_id=self._model_id, policy_or_weights=weights_of(self.model))
-
-    def _tell(self, report: SyncReport) -> None:
-        assert self._changed is not None
-        self.report = report
-        with self._changed:
-            self._changed.notify_all()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The weights, if newer ones were applied since the last call (or since ``connect``).
@@ -289,37 +206,28 @@ class TorchRLScheme(WeightSyncScheme):
         Raises:
             DeadlineError: no timeout was given, and none came.
         """
-        if self._receiver is None or self._changed is None:
+        if self._worker is None:
             raise RuntimeError("receive() comes after init_on_receiver() and connect()")
-        receiver = self._receiver
-        seconds = self.timeout if timeout is None else timeout
-        with self._changed:
-            if not self._changed.wait_for(lambda: receiver.version != self._seen, seconds):
-                if timeout is None:
-                    raise DeadlineError(f"no newer weights within {seconds:.0f} s")
-                return None
-            self._seen = receiver.version
-        return weights_of(self.model)
+        if self._worker.newer(self.timeout if timeout is None else timeout):
+            return weights_of(self.model)
+        if timeout is None:
+            raise DeadlineError(f"no newer weights within {self.timeout:.0f} s")
+        return None
 
     # ---------------------------------------------------------------- the end
 
     def shutdown(self) -> None:
         """Give everything back; policies keep their weights. Idempotent."""
-        state = self.__dict__
-        receiver, sender = state.get("_receiver"), state.get("_sender")
-        if receiver is not None:
-            self._receiver = None
-            self._undo_hold()
-            receiver.shutdown()
-        if sender is not None:
-            self._sender = None
-            sender.shutdown()
+        for end in (self.__dict__.get("_worker"), self.__dict__.get("_trainer")):
+            if end is not None:
+                end.shutdown()
+        self.__dict__.update(_worker=None, _trainer=None)
         super().shutdown()
 
 
-def _id_of(worker: int) -> str:
-    """How the sender knows a worker."""
-    return f"worker-{worker}"
+def _of_this_process() -> dict[str, Any]:
+    """What does not travel to another process, as it is at first. ``_given`` is by worker."""
+    return {"_trainer": None, "_worker": None, "_workers": [], "_given": {}, "_report": None}
 
 
 def _merged(each: Mapping[int, Any]) -> dict[Any, Any]:
@@ -336,7 +244,3 @@ def _numbers(workers: int | Sequence[int] | None) -> list[int] | None:
     if not all(isinstance(number, int) for number in numbers):
         raise TypeError(f"worker_ids={workers!r}: numbers of workers")
     return numbers
-
-
-def _nothing() -> None:
-    pass
