@@ -133,7 +133,7 @@ class TorchRLScheme(WeightSyncScheme):
         if not self.initialized_on_sender or not self.synchronized_on_sender:
             raise RuntimeError("send() comes after init_on_sender() and connect()")
         chosen = _numbers(worker_ids)
-        each = {None: weights}
+        each: dict[Any, Any] = {None: weights}
         if isinstance(weights, dict) and weights and all(type(key) is int for key in weights):
             each = {worker: weights[worker] for worker in chosen or weights}
         elif weights is None and self.context is None and chosen is None:
