@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -26,6 +26,7 @@ help:
 	@echo "make example-verl  verl trains a tiny policy on two actor ranks, for two rollout workers"
 	@echo "make example-ray  GRPO with Ray actors on two nodes, vLLM replicas, one of which dies"
 	@echo "make example-trl  TRL's GRPOTrainer with a vLLM server, or ARGS=--colocate, by a scheme"
+	@echo "make example-torchrl  trains with a TorchRL collector over ours, and over TorchRL's own schemes"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -120,6 +121,10 @@ example-ray: $(READY)
 example-trl: $(READY)
 	@echo "== TRL's GRPOTrainer on a tiny Llama, its weights brought to vLLM by a scheme"
 	$(BIN)/python examples/trl_grpo.py $(ARGS)
+
+example-torchrl: $(READY)
+	@echo "== TorchRL: a control policy, two collector processes, our scheme beside TorchRL's"
+	$(BIN)/python -W ignore examples/torchrl_collector.py $(ARGS)
 
 lint: $(READY)
 	@echo "== ruff"

@@ -27,9 +27,12 @@ WITH_VLLM = {
     ("docs/engines.md", "AsyncLLM"),
     ("docs/gpu.md", "staged"),  # tests/vllm/test_plan_updates.py
     ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
+    ("docs/integrations/torchrl.md", "vllm"),  # tests/vllm/test_torchrl.py
 }
 
 WITH_FRAMEWORKS = {
+    ("docs/integrations/torchrl.md", "collector"),  # tests/integrations/torchrl
+    ("docs/integrations/torchrl.md", "server"),
     ("docs/integrations/ray.md", "ray"),  # tests/integrations/test_ray.py
     ("docs/integrations/trl.md", "trainer"),  # tests/integrations/test_trl.py
     ("docs/integrations/trl.md", "client"),

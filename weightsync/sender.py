@@ -180,19 +180,34 @@ class Sender:
         for receiver in self._attached:
             self._connect_attached(receiver, deadline)
 
-    def wait_connected(self, receivers: int | Sequence[str], timeout: float = 60.0) -> None:
+    def wait_connected(
+        self,
+        receivers: int | Sequence[str],
+        timeout: float = 60.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait for receivers that join later, as ``connect(receivers=)`` does for the first.
+
+        Args:
+            check: called at each look; what it raises ends the wait. For those who know of the
+                receivers' processes, and that one has ended.
 
         Raises:
             ReceiverError, DeadlineError: as of ``connect``.
         """
         self._require_epoch()
-        self._wait_connected(receivers, Deadline(timeout))
+        self._wait_connected(receivers, Deadline(timeout), check)
 
-    def _wait_connected(self, receivers: int | Sequence[str], deadline: Deadline) -> None:
+    def _wait_connected(
+        self,
+        receivers: int | Sequence[str],
+        deadline: Deadline,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         alive: list[str] = []
 
         def attempt() -> bool | None:
+            check()
             reports = self._publisher.receivers()
             failed = tuple(report for report in reports if report.state == "failed")
             if failed:

@@ -164,6 +164,7 @@ _WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
         "_checkpoint_wrapped_module"
     ),
+    "torchrl.modules.llm.policies.transformers_wrapper.TransformersWrapper": "model",
 }
 
 _HOLDERS = {
