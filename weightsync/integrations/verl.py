@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 
-from weightsync.errors import SchemeError
+from weightsync.errors import ReceiverError, SchemeError
 from weightsync.manifest import DTYPES
 from weightsync.report import SyncReport
 from weightsync.scheme import scheme_from_url
@@ -27,6 +27,9 @@ from weightsync.stream_receiver import StreamReceiver
 from weightsync.version import Version
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+_PRECEDENCE = 3.0
+"""Seconds by which a rollout's own error comes before what the sender knows of it."""
 
 
 @CheckpointEngineRegistry.register("weightsync")
@@ -126,7 +129,7 @@ class WeightSyncCheckpointEngine(CheckpointEngineWithCache):
             return None
         report = self._publish(self._connected(self._sender), weights, global_steps)
         if self._receivers:
-            await asyncio.to_thread(self._sender.wait_applied, self._receivers)
+            await self._wait_applied(self._sender, self._receivers)
         return {
             "weightsync/version": report.version.number,
             "weightsync/bytes": report.nbytes,
@@ -142,6 +145,15 @@ class WeightSyncCheckpointEngine(CheckpointEngineWithCache):
     def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """The newest version that was published, whatever the actor is doing."""
         return self._receiver.stream(self._timeout)
+
+    async def _wait_applied(self, sender: Sender, receivers: Sequence[str]) -> None:
+        try:
+            await asyncio.to_thread(sender.wait_applied, receivers)
+        except ReceiverError as error:
+            # A rollout that refused raises too, and knows why. verl raises what comes first.
+            if any(report.state == "unusable" for report in error.failures):
+                await asyncio.sleep(_PRECEDENCE)
+            raise
 
     @torch.no_grad()
     def _publish(self, sender: Sender, weights: Weights, steps: int | None) -> SyncReport:

@@ -160,6 +160,10 @@ class Run:
             pool, RayClassWithInitArgs(ray.remote(kind), **options), use_gpu=False
         )
 
+    def put_in_order(self):
+        self.actor.add("", None)
+        ray.get([worker.behave.remote("take") for worker in self.workers])
+
     def train(self):
         self.actor.train()
         self.expected = {name: tensor + 1 for name, tensor in self.expected.items()}

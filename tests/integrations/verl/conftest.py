@@ -28,8 +28,15 @@ def any_run(cluster, request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(cluster, tmp_path_factory):
+def lasting_run(cluster, tmp_path_factory):
     yield from _run("shm", tmp_path_factory)
+
+
+@pytest.fixture
+def run(lasting_run):
+    """A run in which nothing is out of order, whatever the test before has left."""
+    lasting_run.put_in_order()
+    return lasting_run
 
 
 def _run(kind, tmp_path_factory):
