@@ -115,7 +115,7 @@ def test_the_engine_of_an_actor_is_found(ray, actor, options):
         (Rollouts(), {}, "a Rollouts holds no LLM or AsyncLLM"),
         (Rollouts(one=LLM(), other=LLM()), {}, "several engines: one, other; say attribute="),
         (Rollouts(llm=LLM()), {"attribute": "engine"}, "no attribute 'engine'"),
-        (Rollouts(llm=3), {"attribute": "llm"}, "its 'llm' is a int"),
+        (Rollouts(llm=3), {"attribute": "llm"}, "its 'llm' is an int"),
     ],
 )
 def test_an_actor_without_one_is_told_what_to_say(ray, actor, options, words):

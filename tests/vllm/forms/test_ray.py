@@ -140,7 +140,13 @@ def cluster():
     os.environ["RAY_AUTH_MODE"] = "disabled"  # it would write a token into the home
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
     yield ray
     ray.shutdown()
 
