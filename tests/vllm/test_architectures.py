@@ -185,6 +185,7 @@ def test_the_models_of_transformers_inside_vllm(name, tmp_path, path):
     follows(config_of(CONFIGS[name]), tmp_path, path, model_impl="transformers")
 
 
+@pytest.mark.slow
 def test_a_router_with_a_bias(tmp_path, path):
     """B1: the bias is a buffer, which vLLM loads in a way of its own.
 
