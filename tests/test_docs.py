@@ -167,7 +167,7 @@ def test_a_loop_with_its_collector(run_dir):
 
     def give(version, batch):
         with contextlib.suppress(queue.Full):
-            given.put((version or Version(0, 0), batch), timeout=0.1)
+            given.put((version, batch), timeout=0.1)
 
     def learn(model, batch):
         learnt.append(batch)

@@ -580,6 +580,24 @@ class TestBoundedLag:
         with pytest.raises(ValueError, match="max_lag"):
             ends.sender(weights(1)).update_weights(version=1, max_lag=wrong)
 
+    def test_a_sample_is_tagged_by_version_number_or_label(self, ends):
+        with ends.sender({"w": torch.zeros(2)}) as sender:
+            first = sender.update_weights(version=1).version
+            for number in (2, 3):
+                sender.update_weights(version=number)
+            assert [sender.lag(tag) for tag in (first, 1, str(first))] == [2, 2, 2]
+            assert sender.lag(3) == 0
+            assert sender.lag(None) > 10**9  # of an engine that held nothing yet
+            for senseless in (1.0, True, b"1:1", [1, 1]):
+                with pytest.raises(TypeError, match="its number, or the text"):
+                    sender.lag(senseless)
+            with pytest.raises(ValueError, match="not a version: 'step 3'"):
+                sender.lag("step 3")
+
+    def test_before_anything_is_published_a_sample_of_nothing_is_too_old(self, ends):
+        with ends.sender({"w": torch.zeros(2)}) as sender:
+            assert sender.lag(None) > 10**9
+
     def test_applied_leaves_no_lag(self, ends):
         with pytest.raises(ValueError, match="max_lag=1"):
             ends.sender(weights(1)).update_weights(version=1, wait="applied", max_lag=1)

@@ -208,17 +208,30 @@ def as_engine(target: Any, **options: Any) -> Engine:
         if options:
             raise EngineError(f"an Engine takes no options: {', '.join(options)}")
         return target
+    make = _maker_of(target)
+    require_known(type(target).__name__, options, make)
+    try:
+        return make(target, **options)
+    except TypeError as error:
+        raise EngineError(f"{type(target).__name__}: {error}") from None
+
+
+def require_engine(target: Any) -> None:
+    """
+    Raises:
+        EngineError: :func:`as_engine` would not take it.
+    """
+    if not isinstance(target, Engine):
+        _maker_of(target)
+
+
+def _maker_of(target: Any) -> Callable[..., Engine]:
     from weightsync.engines import ENGINES
 
     plugged = [point.load() for point in entry_points(group="weightsync.engines")]
     for accepts, make in [*ENGINES, *plugged]:
         if accepts(target):
-            require_known(type(target).__name__, options, make)
-            try:
-                engine: Engine = make(target, **options)
-            except TypeError as error:
-                raise EngineError(f"{type(target).__name__}: {error}") from None
-            return engine
+            return make  # type: ignore[no-any-return]
     raise EngineError(
         f"{type(target).__name__} is not an engine: pass an nn.Module, a mapping of names to "
         "tensors, vLLM's LLM or AsyncLLM, a ws.VLLMServer, a Ray actor's handle, ws.Replicas of "

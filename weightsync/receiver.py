@@ -490,7 +490,7 @@ class Receiver:
 
     # ---------------------------------------------------------------- another run
 
-    def switch(self, scheme: WeightSyncScheme, timeout: float = 60.0) -> SyncReport:
+    def switch(self, scheme: WeightSyncScheme | str, timeout: float = 60.0) -> SyncReport:
         """Follow another run of the same architecture, from its newest version on.
 
         Requests go on meanwhile, and so do updates of the run so far, until the first version of
@@ -498,7 +498,7 @@ class Receiver:
         receiver signs off in its former run. What counts as newer is asked within a run only.
 
         Args:
-            scheme: of the other run, of whatever kind.
+            scheme: of the other run, of whatever kind, or its URL.
             timeout: seconds to wait for its sender and for a version. Applying it has its own,
                 ``apply_timeout``.
 
@@ -511,7 +511,10 @@ class Receiver:
         """
         self._require_connected()
         self._require_thread()
+        from weightsync.scheme import as_scheme  # which makes receivers
+
         deadline = Deadline(timeout)
+        scheme = as_scheme(scheme)
         if scheme == self.scheme:
             raise WeightSyncError(f"receiver {self.id!r} follows {scheme.to_url()} already")
         destination = Destination(scheme, self.id, self._fleet)
@@ -642,7 +645,9 @@ class Receiver:
         """As :meth:`apply_weights`."""
         return await _in_thread(partial(self.apply_weights, version, timeout))
 
-    async def switch_async(self, scheme: WeightSyncScheme, timeout: float = 60.0) -> SyncReport:
+    async def switch_async(
+        self, scheme: WeightSyncScheme | str, timeout: float = 60.0
+    ) -> SyncReport:
         """As :meth:`switch`."""
         return await _in_thread(partial(self.switch, scheme, timeout))
 

@@ -189,6 +189,20 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
     return _find(parts.scheme).from_url(url)
 
 
+def as_scheme(scheme: WeightSyncScheme | str) -> WeightSyncScheme:
+    """A scheme as it is, or made of its URL.
+
+    Raises:
+        SchemeError: it is neither, or the URL says something unknown.
+    """
+    if isinstance(scheme, WeightSyncScheme):
+        return scheme
+    if isinstance(scheme, str):
+        return scheme_from_url(scheme)
+    what = scheme.__name__ if isinstance(scheme, type) else type(scheme).__name__
+    raise SchemeError(f"a scheme or its URL was expected, not {what}")
+
+
 def scheme_from_dict(values: dict[str, Any]) -> WeightSyncScheme:
     """Make a scheme of a dict, for instance ``{"scheme": "shm", "path": "/dev/shm/run42"}``.
 

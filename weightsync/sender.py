@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 import threading
 import time
 from collections import deque
@@ -110,11 +111,28 @@ class Sender:
         """The last version that was published."""
         return self._published[-1] if self._published else None
 
-    def lag(self, version: Version) -> int:
+    def lag(self, version: Version | int | str | None) -> int:
         """How many versions this sender has published after one: the age of what was sampled by it.
 
         Of one of a former sender's: all of them. Counted are the last 4096.
+
+        Args:
+            version: as receivers say it, as an engine's label has it (``"epoch:number"``), or the
+                number that it was published under. None, of an engine that holds none: older than
+                any bound.
+
+        Raises:
+            TypeError, ValueError: that is none of these.
         """
+        if version is None:
+            return sys.maxsize
+        if isinstance(version, str):
+            version = Version.parse(version)
+        elif type(version) is int:
+            version = Version(self._epoch or 0, version)
+        if not isinstance(version, Version):
+            words = "a Version, its number, or the text of an engine's label"
+            raise TypeError(f"lag({version!r:.80}): {words} was expected")
         return sum(published > version for published in self._published)
 
     def _remember(self, version: Version) -> None:

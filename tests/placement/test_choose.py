@@ -206,3 +206,28 @@ def test_no_engine_is_an_error():
 def test_replicas_have_their_names():
     choice = ws.choose(None, ws.Replicas({"a": model(), "b": model()}))
     assert "on one host with the trainer: a, b" in choice.reasons
+
+
+@pytest.mark.parametrize("engine", ["http://127.0.0.1:1", 4, object, torch.zeros(2)])
+def test_what_no_receiver_takes_is_no_engine(engine):
+    with pytest.raises(ws.EngineError, match="is not an engine"):
+        ws.choose(torch.nn.Linear(2, 2), [engine])
+
+
+def test_a_place_as_a_dict_is_told_how_to_be_passed():
+    with pytest.raises(ws.EngineError, match=r"Place\.from_dict"):
+        ws.choose(torch.nn.Linear(2, 2), [ws.Place.here().to_dict()])
+
+
+@pytest.mark.parametrize("trainer", [3, object])
+def test_what_no_sender_sends_is_no_trainer(trainer):
+    with pytest.raises(ws.SchemeError, match=r"the trainer of choose\(\)"):
+        ws.choose(trainer, [torch.nn.Linear(2, 2)])
+
+
+def test_a_directory_that_the_trainer_cannot_write_is_not_used(tmp_path):
+    (tmp_path / "missing").write_text("a file")
+    model, engine = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    choice = ws.choose(model, [engine], may_grow=True, directory=str(tmp_path / "missing" / "too"))
+    assert "disk" not in choice.scheme.to_url()
+    assert "it is not so that the trainer wrote into" in choice.why

@@ -29,7 +29,7 @@ from weightsync.errors import DeadlineError, EngineError, SourceError
 from weightsync.manifest import Manifest
 from weightsync.receiver import Receiver
 from weightsync.report import SyncReport
-from weightsync.scheme import WeightSyncScheme
+from weightsync.scheme import WeightSyncScheme, as_scheme
 from weightsync.sender import Sender
 from weightsync.source import SourceOptions, as_source
 from weightsync.sources.iterable import IterableSource
@@ -263,11 +263,16 @@ def _dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def attach(
-    scheme: WeightSyncScheme, *, engine: Any = None, token: str | None = None, **options: Any
+    scheme: WeightSyncScheme | str,
+    *,
+    engine: Any = None,
+    token: str | None = None,
+    **options: Any,
 ) -> Iterator[None]:
     """A trainer of TRL's that is made and trains inside takes its weights to vLLM by ``scheme``.
 
     Args:
+        scheme: one, or its URL; for one trainer.
         engine: what is given the weights, if it is not the server that the trainer's
             configuration names: several servers behind one address, say.
         token: the server's ``--api-key``.
@@ -277,7 +282,8 @@ def attach(
         EngineError: the engine was not made for it. ReceiverError: an engine failed, died or was
         late. Both come out of the trainer.
     """
-    plan = Plan(scheme, **options)
+    chosen = as_scheme(scheme)
+    plan = Plan(chosen, **options)
     with ExitStack() as stack:
 
         def sync_weights(generation: Any) -> None:
@@ -297,14 +303,16 @@ def attach(
             return generates(generation, *arguments, **keywords)
 
         def client(base_url: str, group_port: int, connection_timeout: float) -> Client:
-            return Client(
-                scheme,
+            made = Client(
+                chosen,
                 base_url,
                 engine=engine,
                 token=token,
-                connection_timeout=connection_timeout,
+                connection_timeout=min(connection_timeout, plan.timeout),
                 **options,
             )
+            stack.callback(made.close_communicator)
+            return made
 
         generates = VLLMGeneration.generate
         made = partial(_made_for_us, vllm_generation.LLM)
@@ -314,6 +322,14 @@ def attach(
         _replace(stack, VLLMGeneration, "generate", generate)
         yield
 
+
+_TOO_LATE = (
+    "the trainer was made before: make it inside `with attach(scheme):` too, as TRL sets up its "
+    "own transfer while it is made"
+)
+
+_MADE = "_weightsync_made"
+"""Of an ``LLM`` that was made inside ``attach``."""
 
 _LINK = "_weightsync_link"
 """Of a generation object of TRL's: the link that it is given its weights by."""
@@ -327,8 +343,12 @@ def _link(plan: Plan, generation: Any, engine: Any) -> Link:
                 "engines in the trainer's processes take weights by a scheme with "
                 "vllm_tensor_parallel_size=1 only; use vllm_mode='server'"
             )
+        if not getattr(generation.llm, _MADE, False):
+            raise EngineError(_TOO_LATE)
         return Link(plan, generation.llm, leads=leads)
     if leads:
+        if not isinstance(generation.vllm_client, Client):
+            raise EngineError(_TOO_LATE)
         link: Link = generation.vllm_client.link
         return link
     return Link(plan, leads=False)
@@ -338,7 +358,9 @@ def _made_for_us(make: Callable[..., Any], **options: Any) -> Any:
     """An ``LLM`` that takes weights from a scheme."""
     from vllm.config import WeightTransferConfig
 
-    return make(**options, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+    llm = make(**options, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+    setattr(llm, _MADE, True)
+    return llm
 
 
 def _replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from weightsync.deadline import Deadline
 from weightsync.errors import EngineError, SchemeError, SourceError
-from weightsync.placement.ends import End, end_of, ends_of, look_at
+from weightsync.placement.ends import End, ends_of, look_at, trainer_end
 from weightsync.placement.proofs import Proof, prove_reached, prove_shared
 from weightsync.replicas import Replicas
 from weightsync.run.path import run_path
@@ -88,11 +88,13 @@ def choose(
         timeout: seconds for all of it. Actors answer between two methods of their own.
 
     Raises:
-        SchemeError: nothing leads to an engine; says what was tried.
-        EngineDiedError, DeadlineError, EngineError: of one that does not answer; names it.
+        SchemeError: nothing leads to an engine; says what was tried. Or the trainer is nothing
+            that weights come from.
+        EngineDiedError, DeadlineError, EngineError: of one that does not answer; names it. Or one
+            is no engine.
     """
     deadline = Deadline(timeout)
-    sender, *receivers = look_at([end_of(trainer), *ends_of(_list(engines))], deadline)
+    sender, *receivers = look_at([trainer_end(trainer), *ends_of(_list(engines))], deadline)
     if not receivers:
         raise EngineError("choose(trainer, []): there is no engine")
     search = _Search(
@@ -273,7 +275,7 @@ class _Search:
             return None
         proof = self._prove_shared(self.directory, sorted(away))
         held = frozenset(_those(sorted(away), proof))
-        if away and not held:
+        if proof.failed or (away and not held):
             return None
         self._say(f"checkpoints in {self.directory} where nothing faster works")
         return _Route(DiskScheme(f"{self.directory}/{self.name}-checkpoints"), held)

@@ -12,14 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from weightsync.deadline import Deadline
-from weightsync.engine import Engine
+from weightsync.engine import Engine, require_engine
 from weightsync.engines import vllm
 from weightsync.engines.vllm import ray
 from weightsync.engines.vllm.client import VLLMClient
-from weightsync.errors import EngineError, ProtocolError
+from weightsync.errors import EngineError, ProtocolError, SchemeError, SourceError
 from weightsync.placement import questions
 from weightsync.placement.place import Place, gpu_of
 from weightsync.replicas import Replicas
+from weightsync.source import as_source
 
 Answer = dict[str, Any]
 Ask = Callable[[dict[str, Any], Deadline], list[Answer]]
@@ -52,13 +53,43 @@ class End:
         return frozenset(gpu for place in self.places for gpu in place.gpus)
 
 
+def trainer_end(target: Any) -> End:
+    """What a sender is to be made in.
+
+    Raises:
+        SchemeError: nothing that a sender could send.
+    """
+    if target is not None and not isinstance(target, Place) and not ray.accepts(target):
+        _require_no_description(target)
+        try:
+            as_source(target)
+        except SourceError as error:
+            raise SchemeError(f"the trainer of choose(): {error}") from None
+    return _end_of(target)
+
+
 def end_of(target: Any) -> End:
-    """Whoever the user named. Nobody is asked yet.
+    """An engine, as a receiver takes it, or where it is. Nobody is asked yet.
 
     Args:
         target: a Ray actor's handle; a :class:`Place`, of a process that cannot be asked; an
-            engine of vLLM's, whose workers are asked; anything else is of this process.
+            engine of vLLM's, whose workers are asked; other engines are of this process.
+
+    Raises:
+        EngineError: it is none.
     """
+    if not isinstance(target, Place) and not ray.accepts(target):
+        _require_no_description(target)
+        require_engine(target)
+    return _end_of(target)
+
+
+def _require_no_description(target: Any) -> None:
+    if isinstance(target, Mapping) and "machine" in target:
+        raise EngineError("a place as a dict: pass Place.from_dict(it)")
+
+
+def _end_of(target: Any) -> End:
     if isinstance(target, Place):
         return End(str(target), None, (target,))
     if isinstance(target, Engine):

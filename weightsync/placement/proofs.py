@@ -24,6 +24,7 @@ class Proof:
     Attributes:
         holds: for each of the others, in order; True too for those that nobody could ask.
         words: what was done, and who said what of it.
+        failed: the trainer did not get as far as the others.
         free: bytes of room in a directory; None: not known.
         port: where the trainer listened; None: nowhere.
     """
@@ -32,6 +33,7 @@ class Proof:
     words: tuple[str, ...]
     free: int | None = None
     port: int | None = None
+    failed: bool = False
 
 
 def prove_shared(directory: str, sender: End, others: Sequence[End], deadline: Deadline) -> Proof:
@@ -99,8 +101,8 @@ def _ask_others(
             port=question.get("port"),
         )
     if "error" in told:
-        why = f"the trainer could not have {did}: {told['error']}"
-        return Proof((False,) * len(others), (why,))
+        why = f"it is not so that the trainer {did}: {told['error']}"
+        return Proof((False,) * len(others), (why,), failed=True)
     holds, words = [], [f"the trainer {did}"]
     for end, said in zip(others, ask_all(others, question, deadline), strict=True):
         errors = [str(one["error"]) for one in said or () if "error" in one]

@@ -146,7 +146,7 @@ class VLLMClient(ABC):
             EngineError: the engine was made without our backend.
         """
         if facts.backend != BACKEND:
-            made = f"with backend={facts.backend!r}" if facts.backend else "without one"
+            made = f"with backend={facts.backend!r}" if facts.backend else "that is missing"
             raise EngineError(
                 f"the {self.name} takes no weights: it was made with "
                 f"weight_transfer_config {made}; make it with "

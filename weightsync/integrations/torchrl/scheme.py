@@ -51,7 +51,7 @@ class TorchRLScheme(WeightSyncScheme):
         timeout: float = 300.0,
     ) -> None:
         super().__init__(strategy)
-        self.scheme = schemes.scheme_from_url(scheme) if isinstance(scheme, str) else scheme
+        self.scheme = schemes.as_scheme(scheme)
         self.sync = sync
         self.timeout = timeout
         self.__dict__.update(_of_this_process())
