@@ -115,8 +115,11 @@ class Member:
                 self.take(self.late.attempt, self.late.version)
             self.late = None
 
-    def take_back(self, other: Member) -> bool:
+    def take_back(self, other: Member, held: Version | None) -> bool:
         """Stand where an attempt to follow another run, which has failed, leaves the engine.
+
+        Args:
+            held: the version of this run that engines which failed were brought back to.
 
         Returns:
             Whether it holds what it held.
@@ -129,6 +132,8 @@ class Member:
         elif other.state in ("unusable", "dead"):
             self.disown(other.error, other.state)
         else:
+            if other.state == "rolled back" and held not in (None, self.version):
+                self.version, self.attempted, self.state, self.error = held, held, "applied", None
             return True
         return False
 
@@ -288,7 +293,8 @@ class Fleet:
             held: what they held, which they are given again.
         """
         pairs = zip(self.members, other.members, strict=True)
-        untouched = [mine.take_back(its) for mine, its in pairs]
+        former = None if held is None else held.version
+        untouched = [mine.take_back(its, former) for mine, its in pairs]
         if held is None or all(untouched):
             return
         try:

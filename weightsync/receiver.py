@@ -305,6 +305,20 @@ class Receiver:
                     # A newer one came while this one was looked at, or will come.
                     self._stop.wait(min(_AGAIN, deadline.remaining))
 
+    def apply_from(
+        self, scheme: WeightSyncScheme, version: Version, timeout: float
+    ) -> ReceiverReport | None:
+        """As :meth:`apply_weights`, of a run that this receiver may have left meanwhile.
+
+        Returns:
+            Where it stands; None if it is in another run.
+        """
+        with self._alone(Deadline(timeout)) as deadline:
+            if self.scheme != scheme:
+                return None
+            self.apply_weights(version, deadline.remaining)
+            return self.status()
+
     def _complain(self, version: Version, error: VersionGoneError) -> None:
         """Into the log, once for each version."""
         if version != self._missed:
@@ -551,7 +565,8 @@ class Receiver:
     ) -> None:
         try:
             with self._alone(Deadline(self._apply_timeout)):
-                destination.give_up(self.status(), tried, error)
+                fleet = self._fleet if self._connected else None
+                destination.give_up(self.status(), tried, error, fleet)
         except WeightSyncError:  # ended meanwhile, or held for long
             destination.subscriber.close()
 

@@ -462,10 +462,12 @@ class Sender:
             if receivers is not None and receiver.id not in receivers:
                 continue
             try:
-                receiver.apply_weights(version, deadline.remaining)
+                status = receiver.apply_from(self.scheme, version, deadline.remaining)
             except Exception as error:
                 log.warning("attached receiver %s: %s", receiver.id, error)
-            answers[receiver.id] = receiver.status()
+                status = receiver.status() if receiver.scheme == self.scheme else None
+            if status is not None:
+                answers[receiver.id] = status
         if owed is not None and set(receivers or ["?"]) - set(answers):
             late = self._wait_applied(owed, version, deadline, receivers)
             if not late and not answers:

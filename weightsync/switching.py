@@ -96,14 +96,25 @@ class Destination:
             raise
         return Update(self.url, version, snapshot)
 
-    def give_up(self, status: ReceiverReport, tried: Version | None, error: BaseException) -> None:
-        """Leave it; its sender hears why, if it waits for an answer."""
+    def give_up(
+        self,
+        status: ReceiverReport,
+        tried: Version | None,
+        error: BaseException,
+        fleet: Fleet | None,
+    ) -> None:
+        """Leave it; its sender hears why, if it waits for an answer.
+
+        Args:
+            fleet: the receiver's, now; None if it has ended.
+        """
         if self._entered:
             self._say(status, tried, f"it stays in its former run: {words_of(error)}"[:4000])
         self.subscriber.close()
         if self._joined:
             self.fleet.leave()
-            self._from.stay()
+            if fleet is self._from:  # or the engines are another run's by now, or nobody's
+                fleet.stay()
 
 
 def require_same_architecture(there: Manifest, here: Manifest, where: str) -> None:

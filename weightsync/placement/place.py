@@ -106,7 +106,7 @@ class Place:
                 gpus=tuple(map(str, values["gpus"])),
                 backends=tuple(map(str, values["backends"])),
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise ProtocolError(f"no description of a place: {error!r:.200}") from None
 
     def is_with(self, other: Place) -> bool:

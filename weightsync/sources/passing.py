@@ -55,7 +55,10 @@ class PassingStreams:
         if known is not None:
             return IterableSource(rest, replace(self._options, manifest=known))
         held: dict[str, torch.Tensor] = {}
-        for name, tensor in rest:
+        for entry in rest:
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                raise SourceError(f"names with tensors were expected, not {entry!r:.200}")
+            name, tensor = entry
             if name in held:
                 raise SourceError(f"two tensors would be called {name!r}")
             held[name] = check_sendable(name, tensor).detach().to("cpu", copy=True)

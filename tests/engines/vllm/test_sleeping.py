@@ -98,3 +98,44 @@ def test_one_that_a_driver_of_this_process_left_paused_is_resumed_by_the_next(ll
     assert llm.engine_core.asleep
     pause_once(llm, LLMClient(llm))
     assert not llm.engine_core.asleep
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_one_that_its_user_put_to_sleep_in_the_middle_of_an_update_is_left_asleep(llm, level):
+    client = LLMClient(llm)
+    pause_once(llm, client)
+    pause = Pause(client, "keep")
+    pause.begin(Deadline(WAIT))
+    llm.sleep(level)
+    pause.end()
+    assert llm.engine_core.asleep
+    pause_once(llm, client)  # and by the next update as well
+    assert llm.engine_core.asleep
+    llm.wake_up()
+    assert pause_once(llm, client)
+    assert not llm.engine_core.asleep
+
+
+def test_one_that_its_user_paused_between_the_look_and_our_pause_is_left_so(llm):
+    client = LLMClient(llm)
+    look = client.is_paused
+
+    def looked(deadline):
+        found = look(deadline)
+        llm.sleep(0)
+        return found
+
+    client.is_paused = looked
+    pause_once(llm, client)
+    assert llm.engine_core.asleep
+
+
+def test_pauses_of_the_scheduler_count_and_are_no_sleep():
+    class Async:
+        def pause_scheduler_async(self, mode="keep", clear_cache=True):
+            return mode
+
+    core = Async()
+    sleeps(core)
+    assert core.pause_scheduler_async(mode="wait") == "wait"
+    assert (sleeps(core).all, sleeps(core).deep) == (1, 0)

@@ -96,6 +96,9 @@ class AsyncLLMClient(VLLMClient):
     def deep_sleeps(self) -> int | None:
         return sleeps(self._engine.engine_core).deep
 
+    def pauses(self) -> int | None:
+        return sleeps(self._engine.engine_core).all
+
     def require_alive(self) -> None:
         if self._engine.errored:
             raise EngineDiedError("vLLM's engine process died, or its output handler ended")

@@ -120,6 +120,13 @@ class VLLMClient(ABC):
         """
         return None
 
+    def pauses(self) -> int | None:
+        """How often this process paused the engine or put it to sleep, without asking the engine.
+
+        None: others may do so too, and nobody counts.
+        """
+        return None
+
     # ---------------------------------------------------------------- adapters
 
     serves_adapters: bool = False

@@ -102,6 +102,9 @@ class LLMClient(VLLMClient):
     def deep_sleeps(self) -> int | None:
         return self._sleeps.deep
 
+    def pauses(self) -> int | None:
+        return self._sleeps.all
+
     def require_alive(self) -> None:
         # vLLM notices, but does not tell a call that waits for it.
         core = getattr(self._llm.llm_engine, "engine_core", None)

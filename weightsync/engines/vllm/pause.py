@@ -50,6 +50,7 @@ class Pause:
         self._turn = _turn_of(client.target)
         self._has_turn = False
         self._began = False
+        self._before: int | None = None
         self._stopped = 0.0
         self.seconds: float | None = None
 
@@ -63,6 +64,7 @@ class Pause:
             raise DeadlineError(f"the {self._client.name} was in another update all the time")
         self._has_turn = True
         self.seconds = None
+        self._before = self._client.pauses()
         if not self._is_paused_by_user(deadline):
             self._began = True
             self._announce(True, deadline)
@@ -76,7 +78,10 @@ class Pause:
             in_any_case: also if their user has.
         """
         try:
-            if self._began or in_any_case:
+            if self._began and not in_any_case and self._user_paused_since():
+                self._began = False
+                self._turn.stopped = False
+            elif self._began or in_any_case:
                 self._insist_on_resuming(Deadline(GRACE))
                 self.seconds = time.perf_counter() - self._stopped if self._began else None
                 self._began = False
@@ -86,6 +91,11 @@ class Pause:
             if self._has_turn:
                 self._has_turn = False
                 self._turn.lock.release()
+
+    def _user_paused_since(self) -> bool:
+        """Whether somebody else did so in the middle of the update: it is theirs to end."""
+        now = self._client.pauses()
+        return self._before is not None and now is not None and now > self._before + 1
 
     def _is_paused_by_user(self, deadline: Deadline) -> bool:
         """Not by a driver of ours that did not live to resume it."""

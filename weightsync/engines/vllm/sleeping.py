@@ -1,4 +1,4 @@
-"""Counts how often an engine is put to sleep through an object of this process.
+"""Counts how often an engine is paused or put to sleep through an object of this process.
 
 Deep sleep (level 2) takes the weights away for good. Whether they are still there is asked at every
 poll, and must cost no call of the engine: an ``LLM`` may be used by one thread at a time. And an
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class Sleeps:
-    """How often an engine was put to sleep: at any level, 0 for a pause; and at level 2."""
+    """How often an engine was paused, or put to sleep at any level; and at level 2."""
 
     all: int = 0
     deep: int = 0
@@ -35,21 +35,27 @@ def sleeps(core: Any) -> Sleeps:
     """
     if core not in _COUNTS:
         _COUNTS[core] = Sleeps()
-        for name in ("sleep", "sleep_async"):
+        for name in ("sleep", "sleep_async", "pause_scheduler", "pause_scheduler_async"):
             if hasattr(core, name):
-                setattr(core, name, _counting(core, getattr(core, name)))
+                sleeps_at = 1 if name.startswith("sleep") else 0
+                setattr(core, name, _counting(core, getattr(core, name), sleeps_at))
     return _COUNTS[core]
 
 
-def _counting(core: Any, sleep: Any) -> Any:
+def _counting(core: Any, pause: Any, level: int) -> Any:
+    """
+    Args:
+        level: of sleep, if the call names none; 0: it has no levels.
+    """
     here = weakref.ref(core)
 
-    @functools.wraps(sleep)
-    def counted(level: int = 1, *arguments: Any, **options: Any) -> Any:
+    @functools.wraps(pause)
+    def counted(*arguments: Any, **options: Any) -> Any:
         owner = here()
         if owner is not None:
+            said = arguments[0] if arguments else options.get("level", level)
             _COUNTS[owner].all += 1
-            _COUNTS[owner].deep += level >= 2
-        return sleep(level, *arguments, **options)
+            _COUNTS[owner].deep += bool(level) and said >= 2
+        return pause(*arguments, **options)
 
     return counted

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weightsync")
 
+_GOODBYE = 0.2
+"""Seconds in which the last words of a receiver whose process is gone may still be heard."""
+
 
 class NCCLPublisher(Publisher):
     """See :class:`~weightsync.transport.Publisher`; the protocol is in docs/architecture.md."""
@@ -147,14 +150,15 @@ class NCCLPublisher(Publisher):
             if isinstance(error, WeightSyncError) and not transfer.replicas:
                 failures = (*absent, *self._failures(members, transfer))
                 members.forget(r.receiver for r in failures if r.state == "dead")
-                raise ReceiverError(str(error), failures) from None
+                said = "; ".join(f"receiver {r.receiver!r}: {r.error}" for r in failures)
+                raise ReceiverError(f"version {version} reached nobody: {said}", failures) from None
             raise
         changed = summary.changed_since(self._summary)
         self._last, self._summary = version, summary
         for member in transfer.replicas:
             if not members.announce(member, version, inventory.manifest):
                 transfer.lost[member.id] = False, "its process is gone"
-        failures = (*absent, *self._failures(members, transfer))
+        failures = (*absent, *self._failures(members, transfer, signed_off=False))
         members.forget(r.receiver for r in failures if r.state == "dead")
         return Published(
             inventory.manifest.payload,
@@ -254,10 +258,25 @@ class NCCLPublisher(Publisher):
         return members.report_of(member)
 
     @staticmethod
-    def _failures(members: Members, transfer: Transfer) -> list[ReceiverReport]:
+    def _failures(
+        members: Members, transfer: Transfer, signed_off: bool = True
+    ) -> list[ReceiverReport]:
+        """
+        Args:
+            signed_off: also those that have said goodbye meanwhile, which is no failure of theirs.
+        """
+        found = {receiver: members.find(receiver) for receiver in transfer.lost}
+        gone = [m for id, m in found.items() if m is not None and not transfer.lost[id][0]]
+        # Its end and its goodbye come by two connections.
+        members.wait_for(lambda: all(member.left for member in gone), Deadline(_GOODBYE))
         failures = []
         for receiver, (late, why) in transfer.lost.items():
-            member = members.find(receiver)
+            member = found[receiver]
+            if member is not None and member.left:
+                if signed_off:
+                    left = replace(member.report, state="waiting", error="it has signed off")
+                    failures.append(left)
+                continue
             report = member.report if member else ReceiverReport(receiver, "dead")
             state = "waiting" if late else "dead"
             failures.append(replace(report, state=state, error=why))  # type: ignore[arg-type]
