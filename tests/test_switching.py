@@ -427,3 +427,59 @@ def test_from_an_event_loop(runs):
     receiver = runs.receiver(old, held)
     assert asyncio.run(receiver.switch_async(new.scheme)).version == new.version
     assert_all_same(held, weights(2))
+
+
+def test_the_loser_of_two_switches_leaves_the_engine_where_the_other_brought_it(runs):
+    old, chosen, late = runs.sender(value=1), runs.sender(value=2), runs.sender()
+    held = weights(0)
+    receiver = runs.receiver(old, OneRun(held))
+    receiver.poll_and_apply(WAIT)
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(receiver.switch, late.scheme, WAIT)
+        eventually(lambda: late.receivers() or None, WAIT)
+        receiver.switch(chosen.scheme, WAIT)
+        late.update_weights(weights(9), version=1)
+        with pytest.raises(ws.WeightSyncError, match="rebound, or switched, meanwhile"):
+            losing.result(WAIT)
+    chosen.update_weights(weights(3), version=2)
+    receiver.poll_and_apply(WAIT)
+    assert_all_same(held, weights(3))
+
+
+def test_an_attached_receiver_that_is_just_switching_answers_for_no_other_run(runs, monkeypatch):
+    old, new = runs.sender(value=1), runs.sender(value=5)
+    held, inside = weights(0), threading.Event()
+    receiver = runs.receiver(old, ModuleEngine(held))
+    old.attach(receiver)
+    old.update_weights(weights(2), version=2)
+    stage = receiver.engine.stage
+
+    def staged(update, deadline):
+        inside.set()
+        time.sleep(0.3)  # the other sender's update comes to the lock meanwhile
+        stage(update, deadline)
+
+    monkeypatch.setattr(receiver.engine, "stage", staged)
+    with ThreadPoolExecutor(1) as pool:
+        switching = pool.submit(receiver.switch, new.scheme, WAIT)
+        assert inside.wait(WAIT)
+        report = old.update_weights(weights(3), version=3)
+        switching.result(WAIT)
+    assert report.receivers == ()
+    assert_all_same(held, weights(5))
+
+
+def test_an_engine_that_was_behind_is_known_to_hold_what_it_was_brought_back_to(runs):
+    old, new = runs.sender(value=1), runs.sender(value=50)
+    one, other = Failing(weights(0), value=50), Failing(weights(0), value=2)
+    receiver = runs.receiver(old, ws.Replicas({"one": one, "other": other}))
+    receiver.poll_and_apply(WAIT)
+    old.update_weights(weights(2), version=2)
+    with pytest.raises(ws.EngineError, match="no such kernel"):
+        receiver.poll_and_apply(WAIT)  # the other one is brought back to version 1
+    other.value = 50
+    with pytest.raises(ws.EngineError, match="no such kernel"):
+        receiver.switch(new.scheme, WAIT)
+    held = {name: engine.target for name, engine in receiver.engines.items()}
+    known = {report.engine: report.version.number for report in receiver.status().engines}
+    assert known == {name: int(target["a"][0]) for name, target in held.items()}

@@ -6,6 +6,7 @@ import pickle
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -620,6 +621,16 @@ def test_signing_off_is_no_failure(peer, scheme, sender):
     report = send(sender, 2)
     assert report.receivers == ()
     assert one.call(poll) == (2, 2)
+
+
+def test_signing_off_while_versions_are_on_their_way_is_no_death(peer, scheme, sender):
+    _, two = receivers(peer, scheme, "one", "two")
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(lambda: [send(sender, number) for number in range(1, 60)])
+        time.sleep(0.3)
+        two.call(end_receiver)
+        reports = updating.result(60)  # raises what any of them raised
+    assert len(reports) == 59
 
 
 # -------------------------------------------------------------------- ends that are thrown away
