@@ -158,6 +158,9 @@ class Members:
             member = Member(receiver, workers, replace(report, receiver=receiver), connection)
             member.silent = first is None
             member.instance = str(hello.get("instance"))
+            if first is None and former is not None and former.failed and not former.instance:
+                # One of its processes came before it, and was refused.
+                member.report, member.silent = former.report, False
             for key, peer in list(self._early.items()):
                 if key[0] == receiver:
                     self._enter(member, peer)
