@@ -4,6 +4,7 @@ import os
 import secrets
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -43,6 +44,19 @@ def peers():
     yield make
     for peer in made:
         peer.dispose()
+
+
+def looking(receiver):
+    """An event that is set when a receiver of streams next looks for a version."""
+    subscriber, begun = receiver._subscriber, threading.Event()
+    wait = subscriber.wait
+
+    def waiting(*arguments):
+        begun.set()
+        return wait(*arguments)
+
+    subscriber.wait = waiting
+    return begun
 
 
 def newest_slot(scheme):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.conftest import WAIT, assert_all_same, newest_slot
+from tests.conftest import WAIT, assert_all_same, looking, newest_slot
 from weightsync.stream_receiver import StreamReceiver
 from weightsync.testing.faults import corrupt
 from weightsync.version import Version
@@ -47,8 +47,9 @@ def test_a_stream_waits_for_the_version_asked_for(sender, receiver):
     wanted = sender.next_version
 
     async def both():
+        begun = looking(receiver)
         stream = asyncio.create_task(taken(receiver.stream(WAIT, wanted)))
-        await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(begun.wait, WAIT)
         assert not stream.done()
         sender.update_weights(weights(2))
         return await stream
@@ -67,8 +68,9 @@ def test_a_former_senders_version_is_not_taken_for_the_one_asked_for(ends, recei
         sender.connect(WAIT)
 
         async def both():
+            begun = looking(receiver)
             stream = asyncio.create_task(taken(receiver.stream(WAIT, sender.next_version)))
-            await asyncio.sleep(0.3)
+            assert await asyncio.to_thread(begun.wait, WAIT)
             sender.update_weights(version=3)
             return await stream
 

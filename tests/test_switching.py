@@ -448,18 +448,23 @@ def test_the_loser_of_two_switches_leaves_the_engine_where_the_other_brought_it(
 
 def test_an_attached_receiver_that_is_just_switching_answers_for_no_other_run(runs, monkeypatch):
     old, new = runs.sender(value=1), runs.sender(value=5)
-    held, inside = weights(0), threading.Event()
+    held, inside, asked = weights(0), threading.Event(), threading.Event()
     receiver = runs.receiver(old, ModuleEngine(held))
     old.attach(receiver)
     old.update_weights(weights(2), version=2)
-    stage = receiver.engine.stage
+    stage, apply = receiver.engine.stage, receiver.apply_from
 
     def staged(update, deadline):
         inside.set()
-        time.sleep(0.3)  # the other sender's update comes to the lock meanwhile
+        assert asked.wait(WAIT)
         stage(update, deadline)
 
+    def applied(*arguments):
+        asked.set()
+        return apply(*arguments)
+
     monkeypatch.setattr(receiver.engine, "stage", staged)
+    monkeypatch.setattr(receiver, "apply_from", applied)
     with ThreadPoolExecutor(1) as pool:
         switching = pool.submit(receiver.switch, new.scheme, WAIT)
         assert inside.wait(WAIT)

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import threading
 import time
 
 import pytest
@@ -96,10 +97,16 @@ def seen(state):
 
 
 def hold(state, seconds):
-    """Keep updates away for a while."""
-    with state.receiver.hold():
-        state.held = True
-        time.sleep(seconds)
+    """Begin to keep updates away for a while, in the background."""
+    begun = threading.Event()
+
+    def holding():
+        with state.receiver.hold():
+            begun.set()
+            time.sleep(seconds)
+
+    threading.Thread(target=holding, daemon=True).start()
+    assert begun.wait(WAIT)
 
 
 def read_and_wait(state, scheme, seconds):
@@ -185,10 +192,9 @@ def test_a_killed_engine_is_named_and_holds_nobody_up(scheme, peers):
     trainer.call(send, scheme, within=WAIT)
     good.call(receive, scheme, "good", within=WAIT)
     bad.call(receive, scheme, "bad", within=WAIT)
-    bad.start(hold, 30.0)
-    time.sleep(0.3)
+    bad.call(hold, 30.0)
     trainer.start(update, 1)
-    time.sleep(0.5)
+    eventually(lambda: good.call(seen)[0] == 1)
     bad.kill()
     assert trainer.result()[0] == {"bad": "dead"}
     assert good.call(seen) == (1, [1], [])
@@ -199,15 +205,13 @@ def test_a_late_reader_finds_out_that_the_version_was_taken_back(scheme, peers):
     trainer, engine, reader = peers(3)
     trainer.call(send, scheme, within=WAIT)
     engine.call(receive, scheme, "engine", within=WAIT)
-    engine.start(hold, 3.0)
-    time.sleep(0.3)
+    engine.call(hold, 3.0)
     reader.start(read_and_wait, scheme, 4.0)
     told, words = trainer.call(update, 1, timeout=2.0)
     assert told == {"engine": "waiting"}
     assert "taken back" in words[0]
     with pytest.raises(PeerError, match="took version"):
         reader.result()
-    engine.result()
     assert trainer.call(update, 2)[0] == {"engine": "applied"}
     assert engine.call(seen)[:2] == (2, [2])
 

@@ -55,6 +55,11 @@ def break_down(state, *names):
     toy.FAULTS.update({name: toy.raising(OSError("a cable")) for name in names})
 
 
+def is_due(state):
+    """Whether this sender's first scheme works, or is to be tried again."""
+    return state.sender._publisher._routes[0].is_due(state.sender.scheme.retry_after)
+
+
 def publish_and_tell(state, number, **options):
     """Publish a constant. Returns the scheme that was used, the notes, and what receivers said."""
     fill(state.weights, number)
@@ -145,7 +150,7 @@ def test_a_run_that_is_removed_behind_everybodys_back(peer, two):
     way, notes, said = writer.call(publish_and_tell, 2)
     assert (way, said) == ("fallback:toy#2", {"r": ("applied", 2)})
     assert "removed while the sender was using it" in notes[0]
-    time.sleep(0.3)
+    eventually(lambda: writer.call(is_due))
     way, notes, said = writer.call(publish_and_tell, 3)
     assert way.startswith("fallback:toy")
     assert (notes, said) == ((), {"r": ("applied", 3)})
@@ -277,7 +282,7 @@ def test_a_receiver_that_comes_when_the_first_scheme_is_broken(peer, two):
     late.call(receive_in, two, "late")
     assert late.call(poll) == (1, 1)
     writer.call(break_down)
-    time.sleep(0.3)
+    eventually(lambda: writer.call(is_due))
     writer.call(publish, 2)
     assert late.call(poll) == (2, 2)
 
@@ -372,17 +377,16 @@ class TestBroadcastFirst:
             way, notes, said = writer.call(publish_and_tell, 1)
             assert (way, said) == ("fallback:shm", {"r": ("applied", 1)})
             assert str(where[1]) in notes[0]
-        time.sleep(1.1)
+        eventually(lambda: writer.call(is_due))
         assert writer.call(publish_and_tell, 2)[2] == {"r": ("applied", 2)}
-        time.sleep(1.1)
+        eventually(lambda: writer.call(is_due))
         eventually(lambda: writer.call(next_way) == "fallback:nccl")
         assert reader.call(applied)[:2] == [(1, 1), (2, 2)]
 
 
 def next_way(state):
-    number = state.sender.version.number + 1
-    time.sleep(0.3)
-    return publish_and_tell(state, number)[0]
+    eventually(lambda: is_due(state))
+    return publish_and_tell(state, state.sender.version.number + 1)[0]
 
 
 def read(scheme):
@@ -432,7 +436,7 @@ class TestShardedTrainers:
             assert read(two)[0] == number
             assert_all_same(read(two)[1], ranks(trainers.whole)[0])
             ranks(trainers.train, number)
-            time.sleep(0.3)
+            eventually(lambda: ranks.peers[0].call(is_due))
         assert ways == [[way] * 2 for way in ("fallback:toy", "fallback:toy#2", "fallback:toy")]
 
     def test_a_stream_that_is_gathered_is_gathered_again(self, world, two):

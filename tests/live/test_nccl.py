@@ -627,7 +627,7 @@ def test_signing_off_while_versions_are_on_their_way_is_no_death(peer, scheme, s
     _, two = receivers(peer, scheme, "one", "two")
     with ThreadPoolExecutor(1) as pool:
         updating = pool.submit(lambda: [send(sender, number) for number in range(1, 60)])
-        time.sleep(0.3)
+        two.call(held_while_following, 3)
         two.call(end_receiver)
         reports = updating.result(60)  # raises what any of them raised
     assert len(reports) == 59

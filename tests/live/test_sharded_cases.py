@@ -570,6 +570,17 @@ def join_env(state, rank, size, port):
     state.rank, state.size = rank, size
 
 
+def update_marked(state, mark, *arguments, **options):
+    """Make a file, and update at once: a process in an update answers to nothing."""
+    pathlib.Path(mark).touch()
+    return trainers.update(state, *arguments, **options)
+
+
+def wait_for_mark(mark):
+    eventually(lambda: os.path.exists(mark))
+    os.unlink(mark)
+
+
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_rank_0_dies_and_the_store_with_it(torchrun, run_dir, when):
     ranks = torchrun()
@@ -579,9 +590,10 @@ def test_rank_0_dies_and_the_store_with_it(torchrun, run_dir, when):
     first, second = ranks.peers
     if when == "before":
         first.kill()
-    second.start(trainers.update, 2, timeout=60)
+    mark = f"{run_dir}-begun"
+    second.start(update_marked, mark, 2, timeout=60)
+    wait_for_mark(mark)
     if when == "during":
-        time.sleep(0.3)
         first.kill()
     with pytest.raises(PeerError, match=r"process that holds it .rank 0, as a rule") as error:
         second.result(10)
@@ -616,8 +628,9 @@ def test_ranks_are_in_step_again_after_one_missed_a_call(world, run_dir, absent,
     with pytest.raises(PeerError, match="rank"):
         ranks.peers[1 - absent].call(trainers.update, timeout=0.3)
     for _ in range(2):
-        ranks.peers[first].start(trainers.update)
-        time.sleep(0.3)
+        mark = f"{run_dir}-begun"
+        ranks.peers[first].start(update_marked, mark)
+        wait_for_mark(mark)
         ranks.peers[1 - first].start(trainers.update)
         for peer in ranks.peers:
             peer.result()

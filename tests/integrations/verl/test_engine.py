@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weightsync as ws
-from tests.conftest import assert_all_same
+from tests.conftest import assert_all_same, looking
 
 pytest.importorskip("verl")
 
@@ -85,8 +85,10 @@ def test_a_rollout_does_not_take_the_former_version_for_the_one_that_is_sent(end
     set_up(actors, rollouts)
 
     async def early():
+        begun = [looking(rollout._receiver) for rollout in rollouts]
         streams = [asyncio.create_task(taken(r.receive_weights(2))) for r in rollouts]
-        await asyncio.sleep(0.3)
+        for each in begun:
+            assert await asyncio.to_thread(each.wait, TIMEOUT)
         await actors[0].send_weights(iter(weights(2).items()), 2)
         return await asyncio.gather(*streams)
 

@@ -168,10 +168,15 @@ def receive(state, scheme, id, pause=0.0, fails=False):
     """Be a receiver of constants that takes its time, and follows in the background."""
     state.weights = constants(-1)
     state.errors = []
-    engine = Slow(state.weights, pause, fails)
-    state.receiver = scheme.create_receiver(engine, id=id)
+    state.engine = Slow(state.weights, pause, fails)
+    state.receiver = scheme.create_receiver(state.engine, id=id)
     state.receiver.connect(timeout=20.0)
     state.receiver.follow(on_error=lambda error: state.errors.append(str(error)))
+
+
+def reads(state):
+    """Whether its engine has begun to read a version."""
+    return state.engine.reads
 
 
 class Slow(ws.Engine):
@@ -181,6 +186,7 @@ class Slow(ws.Engine):
         self._inner = ModuleEngine(target)
         self._pause = pause
         self._fails = fails
+        self.reads = False
 
     @property
     def target(self):
@@ -194,6 +200,7 @@ class Slow(ws.Engine):
 
     def apply(self, update, deadline):
         self._inner.apply(update, deadline)
+        self.reads = True
         time.sleep(self._pause)
         if self._fails:
             raise ws.WeightSyncError("this engine was told to fail")
