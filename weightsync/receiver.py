@@ -33,6 +33,7 @@ from weightsync.guard import Guard
 from weightsync.interrupts import deferred_interrupts
 from weightsync.replicas import engines_of
 from weightsync.report import ReceiverReport, State, SyncReport
+from weightsync.scheme_end import SchemeEnd
 from weightsync.switching import Destination
 from weightsync.transport import Snapshot
 from weightsync.version import Version
@@ -58,7 +59,7 @@ _LOOK = 0.002
 T = TypeVar("T")
 
 
-class Receiver:
+class Receiver(SchemeEnd):
     """Watches for new versions and puts them into an engine, or into several alike.
 
     Updates are applied by ``poll_and_apply``, by iterating, in the background after ``follow``,
@@ -739,17 +740,6 @@ class Receiver:
             self._subscriber.close()
         finally:
             self._busy.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
 
     def _acknowledge(self) -> None:
         try:

@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from typing_extensions import Self
 
 from weightsync.deadline import Deadline
 from weightsync.errors import (
@@ -29,6 +27,7 @@ from weightsync.manifest import Manifest
 from weightsync.ranks import Ranks
 from weightsync.receiver import Receiver
 from weightsync.report import ReceiverReport, Seconds, SyncReport
+from weightsync.scheme_end import SchemeEnd
 from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as_source
 from weightsync.together import follow, lead
 from weightsync.transport import Published
@@ -46,7 +45,7 @@ _GONE = ("dead", "failed")
 """States of receivers from which nothing is to be expected."""
 
 
-class Sender:
+class Sender(SchemeEnd):
     """Publishes weights after a training step, and learns what became of them.
 
     Args:
@@ -575,17 +574,6 @@ class Sender:
         self._attached.clear()
         self._publisher.close()
         self._epoch = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
 
 
 def _name(scheme: WeightSyncScheme, published: Published) -> str:

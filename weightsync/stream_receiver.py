@@ -9,17 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from typing_extensions import Self
 
 from weightsync.attempt import words_of
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, VersionGoneError, WeightSyncError
 from weightsync.receiver import new_id
 from weightsync.report import ReceiverReport, State
+from weightsync.scheme_end import SchemeEnd
 from weightsync.transport import Snapshot
 from weightsync.version import Version
 
@@ -35,7 +34,7 @@ _AGAIN = 0.02
 """Seconds after which a version that is announced and not there is looked for again."""
 
 
-class StreamReceiver:
+class StreamReceiver(SchemeEnd):
     """Hands out whole versions as streams of ``(name, tensor)``, and tells the sender of each.
 
     To the sender it is a receiver like any other. What it knows of the engine behind it is whether
@@ -117,17 +116,6 @@ class StreamReceiver:
         """Sign off. Idempotent; the engine keeps its weights."""
         self.release()
         self._subscriber.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
 
     def _lease(self, turn: object, deadline: Deadline, at_least: Version | None) -> Snapshot:
         self.connect(deadline)
