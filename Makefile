@@ -31,16 +31,20 @@ help:
 
 setup: $(READY)
 
-# --no-deps: the lock is complete, and leaves out packages that do not import beside a CPU build of torch.
-$(READY): requirements/cpu.lock pyproject.toml
-	@echo "== setting up $(VENV) (about two minutes the first time)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock
-	@# Where only a CUDA build of torch is to be had, it wants libraries that the lock leaves out.
-	@$(BIN)/python -c "import torch" 2>/dev/null || { \
+# --no-deps: a lock is complete, and leaves out packages that do not import beside a CPU build of torch.
+# Where only a CUDA build of torch is to be had, it wants libraries that the lock leaves out.
+define environment
+	@echo "== setting up $(1) (about two minutes the first time)"
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(2)
+	@$(1)/bin/python -c "import torch" 2>/dev/null || { \
 	  echo "== this build of torch needs CUDA libraries: installing them as well"; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/cpu.lock); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	  $(1)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(2)); }
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+endef
+
+$(READY): requirements/cpu.lock pyproject.toml
+	$(call environment,$(VENV),requirements/cpu.lock)
 	$(BIN)/python -c "import torch, vllm, weightsync"
 	@touch $@
 
@@ -96,13 +100,7 @@ example-collector: $(READY)
 # verl wants other releases of tensordict and transformers than vLLM does.
 VERL := .venv-verl
 $(VERL)/.ready: requirements/verl.lock pyproject.toml
-	@echo "== setting up $(VERL) (about two minutes the first time)"
-	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/verl.lock
-	@$(VERL)/bin/python -c "import torch" 2>/dev/null || { \
-	  echo "== this build of torch needs CUDA libraries: installing them as well"; \
-	  $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/verl.lock); }
-	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(call environment,$(VERL),requirements/verl.lock)
 	$(VERL)/bin/python -c "import weightsync.integrations.verl"
 	@touch $@
 
