@@ -225,7 +225,7 @@ def test_without_the_backend_the_error_says_which_argument_to_pass(path):
     from weightsync.engines.vllm import make
 
     for config, words in [
-        (None, "weight_transfer_config that is missing"),
+        (None, "made with no weight_transfer_config"),
         (SimpleNamespace(backend="nccl"), "backend='nccl'"),
     ]:
         parallel = SimpleNamespace(world_size=1, data_parallel_size=1)

@@ -78,13 +78,13 @@ def test_one_that_its_user_put_to_sleep_meanwhile_is_left_asleep(llm, level):
     assert not llm.engine_core.asleep
 
 
-def test_one_that_another_driver_paused_in_between_is_asked_again(llm):
+def test_two_drivers_of_one_engine_know_what_the_other_did(llm):
     client, other = LLMClient(llm), LLMClient(llm)
     pause_once(llm, client)
     pause_once(llm, other)
-    asked = llm.engine_core.asked
     assert pause_once(llm, client)
-    assert llm.engine_core.asked == asked + 1
+    assert not llm.engine_core.asleep
+    assert llm.engine_core.asked == 1
 
 
 def test_one_that_a_driver_of_this_process_left_paused_is_resumed_by_the_next(llm, monkeypatch):

@@ -64,6 +64,9 @@ class VLLMClient(ABC):
     ends_with_us: bool = False
     """Whether the engine ends when this process does."""
 
+    only_we_pause: bool = False
+    """Whether nobody outside of this process can pause it or put it to sleep."""
+
     @property
     @abstractmethod
     def target(self) -> Any:
@@ -153,10 +156,10 @@ class VLLMClient(ABC):
             EngineError: the engine was made without our backend.
         """
         if facts.backend != BACKEND:
-            made = f"with backend={facts.backend!r}" if facts.backend else "that is missing"
+            what = "weight_transfer_config"
+            made = f"a {what} of backend={facts.backend!r}" if facts.backend else f"no {what}"
             raise EngineError(
-                f"the {self.name} takes no weights: it was made with "
-                f"weight_transfer_config {made}; make it with "
+                f"the {self.name} takes no weights: it was made with {made}; make it with "
                 f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
             )
 

@@ -8,7 +8,7 @@ from typing import Any
 from weightsync.deadline import Deadline
 from weightsync.engines.vllm.client import CALL, Facts, Mode, VLLMClient
 from weightsync.engines.vllm.facts import adapters_of, facts_of
-from weightsync.engines.vllm.sleeping import Sleeps, sleeps
+from weightsync.engines.vllm.sleeping import sleeps
 from weightsync.errors import EngineDiedError
 
 
@@ -17,11 +17,10 @@ class LLMClient(VLLMClient):
 
     name = "LLM"
     ends_with_us = True
+    only_we_pause = True
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._awake_at: int | None = None
-        self._paused_at: int | None = None
 
     @property
     def target(self) -> Any:
@@ -35,28 +34,14 @@ class LLMClient(VLLMClient):
             lambda: list(self._llm.collective_rpc(CALL, args=(request,))), deadline, what
         )
 
-    @property
-    def _sleeps(self) -> Sleeps:
-        return sleeps(self._llm.llm_engine.engine_core)
-
     def is_paused(self, deadline: Deadline) -> bool:
-        now = self._sleeps.all
-        if self._awake_at == now:  # and nobody has put it to sleep since
-            return False
-        paused = bool(self.bounded(self._llm.llm_engine.is_sleeping, deadline, "is_sleeping"))
-        self._awake_at = None if paused else now
-        return paused
+        return bool(self.bounded(self._llm.llm_engine.is_sleeping, deadline, "is_sleeping"))
 
     def pause(self, mode: Mode, deadline: Deadline) -> None:
-        before = self._sleeps.all
         self.bounded(lambda: self._llm.sleep(level=0, mode=mode), deadline, "pause")
-        alone = self._awake_at == before and self._sleeps.all == before + 1
-        self._paused_at = before + 1 if alone else None
 
     def resume(self, deadline: Deadline) -> None:
         self.bounded(lambda: self._llm.wake_up(tags=["scheduling"]), deadline, "resume")
-        if self._paused_at == self._sleeps.all:  # by this client alone
-            self._awake_at = self._paused_at
 
     def wake(self, tags: Sequence[str], deadline: Deadline) -> None:
         self.bounded(lambda: self._llm.wake_up(tags=list(tags)), deadline, "wake_up")
@@ -100,10 +85,10 @@ class LLMClient(VLLMClient):
         return adapters_of(self._llm.llm_engine)
 
     def deep_sleeps(self) -> int | None:
-        return self._sleeps.deep
+        return sleeps(self._llm.llm_engine.engine_core).deep
 
     def pauses(self) -> int | None:
-        return self._sleeps.all
+        return sleeps(self._llm.llm_engine.engine_core).all
 
     def require_alive(self) -> None:
         # vLLM notices, but does not tell a call that waits for it.

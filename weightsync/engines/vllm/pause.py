@@ -24,10 +24,12 @@ class _Turn:
     """
     Attributes:
         stopped: a driver of this process paused the engine, and has not resumed it.
+        awake_at: how often it had been paused when it was last known to be awake.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: bool = False
+    awake_at: int | None = None
 
 
 _turns: weakref.WeakKeyDictionary[Any, _Turn] = weakref.WeakKeyDictionary()
@@ -83,6 +85,8 @@ class Pause:
                 self._turn.stopped = False
             elif self._began or in_any_case:
                 self._insist_on_resuming(Deadline(GRACE))
+                if self._began and self._before is not None and not in_any_case:
+                    self._turn.awake_at = self._before + 1
                 self.seconds = time.perf_counter() - self._stopped if self._began else None
                 self._began = False
                 with contextlib.suppress(Exception):  # the engine itself runs
@@ -99,7 +103,10 @@ class Pause:
 
     def _is_paused_by_user(self, deadline: Deadline) -> bool:
         """Not by a driver of ours that did not live to resume it."""
+        if self._client.only_we_pause and self._before == self._turn.awake_at is not None:
+            return False  # nobody has, since it was seen to be awake
         if not self._client.is_paused(deadline):
+            self._turn.awake_at = self._before
             return False
         if self._client.ends_with_us:
             return not self._turn.stopped
