@@ -101,3 +101,11 @@ def test_two_tensors_of_one_name_are_refused(ends):
     stream = iter([("a", torch.zeros(1)), ("a", torch.zeros(2))])
     with pytest.raises(ws.SourceError, match="two tensors would be called 'a'"):
         publish(ends.sender(), PassingStreams(), stream)
+
+
+@pytest.mark.parametrize("entry", [3, ("a",), (1, torch.zeros(1)), "ab"])
+def test_an_entry_that_is_no_name_with_a_tensor_is_refused_in_words(entry):
+    streams = PassingStreams()
+    rest = iter([entry])
+    with pytest.raises(ws.SourceError, match="the stream holds"), streams.source(rest):
+        pass

@@ -19,6 +19,17 @@ Stream = Iterable[tuple[str, torch.Tensor]]
 _EXPECTED = "where an iterable of (name, tensor) was expected"
 
 
+def pair_of(entry: Any) -> tuple[str, Any]:
+    """
+    Raises:
+        SourceError: it is something else.
+    """
+    pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+    if not pair or not isinstance(entry[0], str):
+        raise SourceError(f"the stream holds {a_kind(entry)}, {_EXPECTED}")
+    return entry[0], entry[1]
+
+
 class IterableSource(WeightSource):
     """A stream that starts afresh each time it is asked for: an iterable, or a callable.
 
@@ -47,10 +58,7 @@ class IterableSource(WeightSource):
         if not isinstance(stream, Iterable):
             raise SourceError(f"the callable returned {a_kind(stream)}, {_EXPECTED}")
         for entry in stream:
-            pair = isinstance(entry, (tuple, list)) and len(entry) == 2
-            if not pair or not isinstance(entry[0], str):
-                raise SourceError(f"the stream holds {a_kind(entry)}, {_EXPECTED}")
-            name, tensor = entry
+            name, tensor = pair_of(entry)
             if names is not None:
                 names.append(name)
             if not options.sends(name):

@@ -12,7 +12,7 @@ import torch
 from weightsync.errors import SourceError
 from weightsync.manifest import Manifest
 from weightsync.source import SourceOptions, WeightSource, check_sendable
-from weightsync.sources.iterable import IterableSource
+from weightsync.sources.iterable import IterableSource, pair_of
 from weightsync.sources.mapping import MappingSource
 
 Stream = Iterable[tuple[str, torch.Tensor]]
@@ -56,9 +56,7 @@ class PassingStreams:
             return IterableSource(rest, replace(self._options, manifest=known))
         held: dict[str, torch.Tensor] = {}
         for entry in rest:
-            if not isinstance(entry, tuple) or len(entry) != 2:
-                raise SourceError(f"names with tensors were expected, not {entry!r:.200}")
-            name, tensor = entry
+            name, tensor = pair_of(entry)
             if name in held:
                 raise SourceError(f"two tensors would be called {name!r}")
             held[name] = check_sendable(name, tensor).detach().to("cpu", copy=True)
