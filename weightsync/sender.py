@@ -436,9 +436,9 @@ class Sender(SchemeEnd):
             self._hear(answers, report.version, owed, deadline, receivers)
         except BaseException:
             with suppress(WeightSyncError):
-                self._publisher.conclude(report.version, Deadline(0), tuple(answers))
+                self._publisher.conclude(report.version, Deadline(0), _answered(answers))
             raise
-        concluded = self._publisher.conclude(report.version, deadline, tuple(answers))
+        concluded = self._publisher.conclude(report.version, deadline, _answered(answers))
         answers = {**{answer.receiver: answer for answer in concluded}, **answers}
         slowest = replace(
             report.seconds,
@@ -574,6 +574,11 @@ class Sender(SchemeEnd):
         self._attached.clear()
         self._publisher.close()
         self._epoch = None
+
+
+def _answered(answers: dict[str, ReceiverReport]) -> tuple[str, ...]:
+    """Who is done with it. One that is late may still be reading."""
+    return tuple(name for name, report in answers.items() if report.state != "waiting")
 
 
 def _name(scheme: WeightSyncScheme, published: Published) -> str:

@@ -90,6 +90,19 @@ def test_late_engines_are_named_and_find_out(scheme, peers):
     assert slow.call(host.seen)[:2] == (2, 2)
 
 
+def test_a_late_engine_is_named_by_who_waits_for_it_too(scheme, peers):
+    """Not taken for a reader that is no receiver; the lease is what tells that it still reads."""
+    trainer, slow = peers(2)
+    trainer.call(host.send, scheme)
+    slow.call(host.receive, scheme, "slow", pause=1.5)
+    kind, words, states = trainer.call(host.update, 1, timeout=0.7, wait="applied")
+    assert (kind, states) == ("ReceiverError", {"slow": "waiting"})
+    assert "'slow'" in words
+    eventually(lambda: slow.call(host.seen)[2])  # has found out that it was taken back
+    assert trainer.call(host.update, 2, wait="applied")[0] == {"slow": "applied"}
+    assert slow.call(host.seen)[:2] == (2, 2)
+
+
 def test_an_engine_that_fails_is_named_at_once(scheme, peers):
     trainer, good, bad = peers(3)
     trainer.call(host.send, scheme)
