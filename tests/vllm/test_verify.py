@@ -1,5 +1,6 @@
 """Q4 on a real vLLM: what an engine holds wrongly is found and named, and nothing else is."""
 
+import copy
 import os
 
 import pytest
@@ -158,3 +159,39 @@ def test_nothing_is_compared_with_a_version_that_went_with_its_sender(llm, path)
         with pytest.raises(ws.VersionGoneError, match="is gone"):
             receiver.verify_weights()
         assert receiver.ready
+
+
+def swap_a_layer(model):
+    """For a copy of it, which vLLM cannot load."""
+    layer = model.model.layers[0]
+    model.swapped = [layer.input_layernorm]  # a list, so that it is no part of the model
+    layer.input_layernorm = copy.deepcopy(layer.input_layernorm)
+
+
+def swap_it_back(model):
+    (model.model.layers[0].input_layernorm,) = model.__dict__.pop("swapped")
+
+
+@pytest.mark.parametrize("apply", ["plan", "reload"])
+def test_a_model_that_has_changed_is_tried_before_anything_of_it_is_touched(llm, path, apply):
+    """It fitted once, and does so no more: refused, and the engine goes on with what it holds."""
+    first, second = (make_model(llama_config(**CONFIG), seed) for seed in (1, 2))
+    scheme = ws.DoubleBufferScheme(path)
+    receiver = scheme.create_receiver(llm, apply=apply)
+    with scheme.create_sender() as sender, receiver:
+        sender.connect()
+        receiver.connect()
+        sender.update_weights(first, version=1)
+        receiver.poll_and_apply()
+        llm.apply_model(swap_a_layer)
+        try:
+            sender.update_weights(second, version=2)
+            with pytest.raises(ws.EngineError, match="input_layernorm"):
+                receiver.poll_and_apply()
+            assert (receiver.state, receiver.version.number) == ("applied", 1)
+            assert greedy(llm) == expected(first)
+        finally:
+            llm.apply_model(swap_it_back)
+        sender.update_weights(second, version=3)
+        receiver.poll_and_apply()
+        assert greedy(llm) == expected(second)

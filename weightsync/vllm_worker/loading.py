@@ -57,18 +57,24 @@ class Loader:
         self._selected: Selection | None = None
         self._moves: tuple[Addresses, Moves] | None = None
 
-    def prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> bool:
+    def prepare(
+        self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream, held: bool
+    ) -> bool:
         """Have a plan for a manifest, if there can be one. Between two steps of the model.
+
+        Args:
+            held: what :meth:`holds` says.
 
         Returns:
             Whether the reload is not needed at all.
         """
-        self._prepare(model, config, manifest, stream)
+        self._prepare(model, config, manifest, stream, held)
         return self.plans_all(manifest.fingerprint)
 
-    def _prepare(self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream) -> None:
+    def _prepare(
+        self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream, held: bool
+    ) -> None:
         subject = manifest.fingerprint, model
-        held = self.holds(model, manifest.fingerprint)
         if self._apply == "reload" or (held and not self._again):
             return
         if self.plan is None and self._looked == subject:

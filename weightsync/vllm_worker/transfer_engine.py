@@ -89,7 +89,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._error: str | None = None
         self._driven = False
         self._driver: list[Any] | None = None
-        self._fits: dict[str, str] = {}
+        self._fits: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._looked_at: dict[str, Version | None] = {}
         self._apply: Apply = "auto"
         self._loaders: dict[str, Loader] = {}
@@ -462,7 +462,7 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {"looked": [self._check(str(target)) for target in targets]}
 
     def _check(self, target: str) -> dict[str, Any]:
-        """Load what was staged without changing anything, once for each manifest.
+        """Load what was staged without changing anything, once for each manifest and model.
 
         Raises:
             EngineError: vLLM refuses a tensor, or layers would be left without some weights.
@@ -471,15 +471,17 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return {}
         snapshot = self._snapshot
         fingerprint = snapshot.manifest.fingerprint
-        if fingerprint != self._fits.get(target):
-            with self._looking_at(target), compat.rehearsal(self.model):
-                self._load(self._stream(snapshot))
-                self._require_complete()
-            self._fits[target] = fingerprint
         loader = self._loader(target)
         with self._looking_at(target):
+            held = loader.holds(self.model, fingerprint)
+            if not (held and loader.plans_all(fingerprint)):  # else no layer is another one
+                self._rehearse(target, snapshot)
             planned = loader.prepare(
-                self.model, self.model_config, snapshot.manifest, lambda: self._stream(snapshot)
+                self.model,
+                self.model_config,
+                snapshot.manifest,
+                lambda: self._stream(snapshot),
+                held,
             )
             planned = planned and loader.takes(snapshot)
         # Nothing moves the model's tensors between this look and the update that it is for.
@@ -491,6 +493,14 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             notes.append(self._standby.note(snapshot.version))
         encodes = getattr(self.vllm_config.model_config, "is_multimodal_model", True)
         return {"planned": planned, "notes": notes, "encodes": bool(encodes)}
+
+    def _rehearse(self, target: str, snapshot: Snapshot) -> None:
+        subject = snapshot.manifest.fingerprint, tuple(map(id, self.model.modules()))
+        if subject != self._fits.get(target):
+            with compat.rehearsal(self.model):
+                self._load(self._stream(snapshot))
+                self._require_complete()
+            self._fits[target] = subject
 
     @contextmanager
     def _looking_at(self, target: str) -> Iterator[None]:
