@@ -34,6 +34,25 @@ def test_made_for_this_user_alone(tmp_path):
     Directory.open(str(path), create=True)
 
 
+def test_made_again_if_it_is_removed_meanwhile(tmp_path, monkeypatch):
+    """Who removes it between the making and the opening: only a missing parent is an error."""
+    path = tmp_path / "run"
+    opened, left = os.open, [3]
+
+    def removed_first(name, *args, **options):
+        if name == str(path) and left[0]:
+            left[0] -= 1
+            path.rmdir()
+        return opened(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", removed_first)
+    path.mkdir(0o700)
+    assert Directory.open(str(path), create=True).exists
+    assert left == [0]
+    with pytest.raises(FileNotFoundError):
+        Directory.open(str(tmp_path / "none/run"), create=True)
+
+
 def test_not_a_directory_of_our_own(tmp_path):
     """Neither a symlink, nor a file, nor what everybody may write to, nor somebody else's."""
     (tmp_path / "real").mkdir()

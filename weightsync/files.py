@@ -54,13 +54,19 @@ class Directory:
             WeightSyncError: it is a symlink or a file, belongs to somebody else, everybody may
                 write to it, it may not be opened, or it cannot be made.
         """
-        if create:
+        while create:
             try:
                 os.mkdir(path, 0o700)
-            except (FileExistsError, FileNotFoundError):
+            except FileExistsError:
                 pass
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 raise WeightSyncError(f"{path} cannot be made: {error.strerror}") from None
+            try:
+                return cls.open(path)
+            except FileNotFoundError:
+                pass  # somebody removed it between the two: it is made again
         try:
             fd = os.open(path, _DIRECTORY_FLAGS)
         except NotADirectoryError:
