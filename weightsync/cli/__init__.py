@@ -1,0 +1,14 @@
+"""The command line: ``weightsync``, and ``python -m weightsync``.
+
+One module for each command. None of them imports torch before it needs it, so that ``--help`` and
+refusals come at once.
+"""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names, and exit with its status."""
+    from weightsync.cli.app import app
+
+    app()

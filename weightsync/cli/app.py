@@ -1,0 +1,32 @@
+"""The application that every command is registered with."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import weightsync
+
+app = typer.Typer(
+    name="weightsync",
+    help="Moves policy weights from an RL trainer into inference engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weightsync {weightsync.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    pass
