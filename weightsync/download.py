@@ -1,13 +1,14 @@
-"""Tensors on a GPU, on their way into a slot of host memory.
+"""Tensors on a GPU, on their way out of it: into a slot of host memory, or to other GPUs.
 
 A window is a piece of the slot, aligned to its own size, that is assembled in a buffer on the GPU
-and digested there. What it holds goes over the bus in one long copy, while the next window is
-assembled: how many tensors there are makes no difference to the bus. Works on the processor as a
-device too, which is how it is tested without a GPU.
+and digested there. What it holds leaves in one long copy, while the next window is assembled: how
+many tensors there are makes no difference to the bus. Works on the processor as a device too, which
+is how it is tested without a GPU.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,27 +95,33 @@ class Plan:
 class Download:
     """The way of one device's tensors into slots. Keeps its buffers for the next time.
 
+    Args:
+        window: bytes of each buffer.
+
     Raises:
         NoRoomError: the device has none for them.
     """
 
-    def __init__(self, device: Device, window: int) -> None:
+    def __init__(self, device: Device, window: int, buffers: int = _BUFFERS) -> None:
         self.device, self.window = device, window
-        self.buffers = [device.empty(window) for _ in range(_BUFFERS)]
+        self.buffers = [device.empty(window) for _ in range(buffers)]
         self.lane = device.lane()
 
+    def await_trainer(self) -> None:
+        """Until what streams of the trainer's are still computing on the device is done."""
+        if self.device.place.type == "cuda":
+            torch.cuda.synchronize(self.device.place)
+
     @contextmanager
-    def flow(self, slot: int, writer: SlotWriter, landed: Landed) -> Iterator[Flow]:
+    def flow(self, slot: int, writer: SlotWriter, landed: Landed) -> Iterator[SlotFlow]:
         """Nothing is under way any more when this is left, however that is.
 
         Args:
             slot: its address.
             writer: is told the digests of the chunks that come as a whole.
         """
-        if self.device.place.type == "cuda":
-            # Whatever stream of the trainer's a tensor is still being computed on.
-            torch.cuda.synchronize(self.device.place)
-        flow = Flow(self, slot, writer, landed)
+        self.await_trainer()
+        flow = SlotFlow(self, slot, writer, landed)
         try:
             yield flow
             flow.finish()
@@ -237,22 +244,17 @@ class Downloads:
         self._known.clear()
 
 
-class Flow:
-    """Windows on their way: each is filled on torch's lane and digested there, and sent on another.
+class Flow(ABC):
+    """Windows on their way: each is filled on torch's lane, and handed on.
 
     Attributes:
         current: torch's lane, as it was when something was last queued on it. When torch has
             turned to another one since, what is queued there begins after all of it.
     """
 
-    def __init__(self, download: Download, slot: int, writer: SlotWriter, landed: Landed) -> None:
+    def __init__(self, download: Download) -> None:
         self.download = download
         self.current = download.device.current()
-        self._slot, self._writer, self._tell = slot, writer, landed
-        self._free: list[Mark | None] = [None] * len(download.buffers)
-        self._under_way: deque[tuple[Mark, list[Run]]] = deque()
-        self._digests = torch.zeros(writer.chunks, dtype=torch.int64, device=download.device.place)
-        self._chunks: list[range] = []
 
     def turn(self) -> Lane:
         """Torch's lane now."""
@@ -262,15 +264,33 @@ class Flow:
             self.current = lane
         return lane
 
+    @abstractmethod
     def begin(self, which: int) -> torch.Tensor:
         """A buffer, to be filled on torch's lane."""
+
+    @abstractmethod
+    def send(self, which: int, origin: int, runs: Sequence[Run]) -> None:
+        """Have runs of the window that is in a buffer leave."""
+
+
+class SlotFlow(Flow):
+    """Into a slot of host memory: windows are digested on torch's lane, and sent on another."""
+
+    def __init__(self, download: Download, slot: int, writer: SlotWriter, landed: Landed) -> None:
+        super().__init__(download)
+        self._slot, self._writer, self._tell = slot, writer, landed
+        self._free: list[Mark | None] = [None] * len(download.buffers)
+        self._under_way: deque[tuple[Mark, list[Run]]] = deque()
+        self._digests = torch.zeros(writer.chunks, dtype=torch.int64, device=download.device.place)
+        self._chunks: list[range] = []
+
+    def begin(self, which: int) -> torch.Tensor:
         lane, free = self.turn(), self._free[which]
         if free is not None:
             lane.after(free)
         return self.download.buffers[which]
 
     def send(self, which: int, origin: int, runs: Sequence[Run]) -> None:
-        """Have runs of the window that is in a buffer go to the slot."""
         current, lane, device = self.turn(), self.download.lane, self.download.device
         address = self.download.buffers[which].data_ptr() - origin
         lane.after(current.mark())

@@ -29,11 +29,33 @@ from tests.live.processes import (
     send_from,
     value_of,
 )
+from tests.schemes.nccl.on_gpus import pretend
 from weightsync.engines.module import ModuleEngine
-from weightsync.schemes.nccl import reader, topology
+from weightsync.schemes.nccl import publisher, reader, topology
 
 SHAPE = {"nbytes": 24 << 20, "tensors": 6}
 """More buckets of 1 MiB than are under way at a time."""
+
+
+@pytest.fixture(autouse=True, params=["", pytest.param("on GPUs", marks=pytest.mark.slow)])
+def place(request, monkeypatch):
+    """Where buckets are: in host memory, or as if on GPUs."""
+    for module in (publisher, reader):
+        monkeypatch.setattr(module, "gpu_of", module.gpu_of)
+    if request.param:
+        pretend()
+    return request.param
+
+
+@pytest.fixture
+def peer(peer, place):
+    def make():
+        made = peer()
+        if place:
+            made.call(pretend)
+        return made
+
+    return make
 
 
 @pytest.fixture
@@ -105,7 +127,7 @@ def hang_at_bucket(state, number):
 
 
 def fail_to_put(state, words):
-    def broken(self, part):
+    def broken(self, part, message):
         reader.Reader._put = put
         raise OSError(words)
 
@@ -115,10 +137,10 @@ def fail_to_put(state, words):
 def flip_on_arrival(state):
     """One bit of one bucket is not what was sent."""
 
-    def flipped(self, part):
+    def flipped(self, part, message):
         reader.Reader._put = put
         part.payload[5] ^= 4
-        put(self, part)
+        put(self, part, message)
 
     put, reader.Reader._put = reader.Reader._put, flipped
 

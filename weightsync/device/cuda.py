@@ -162,6 +162,12 @@ class CUDADevice(Device):
         except torch.cuda.OutOfMemoryError:
             raise NoRoomError(f"{self.place} has no room for {nbytes:,} bytes") from None
 
+    def free_bytes(self) -> tuple[int, int]:
+        # What torch keeps for itself is free to others of this process.
+        free, total = torch.cuda.mem_get_info(self.place)
+        kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        return free + kept, total
+
     def lane(self) -> Lane:
         return CUDALane(torch.cuda.Stream(self.place))  # type: ignore[no-untyped-call]
 

@@ -91,6 +91,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def free_bytes(self) -> tuple[int, int]:
+        """Bytes of its memory that nobody uses, and all bytes of it."""
+
+    @abstractmethod
     def lane(self) -> Lane:
         """A new lane, beside all others."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import numpy as np
 import torch
@@ -85,6 +86,10 @@ class HostDevice(Device):
             raise NoRoomError(f"no memory for a buffer of {nbytes:,} bytes") from None
         begin = -raw.data_ptr() % 256
         return raw[begin : begin + nbytes]
+
+    def free_bytes(self) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def lane(self) -> Lane:
         return HostLane()

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weightsync.device import Device, Moves
+from weightsync.device import Device
+from weightsync.device_copies import DeviceCopies
 from weightsync.errors import EngineError, WeightSyncError
 from weightsync.manifest import ParamSpec
 from weightsync.run.process import this_process
 from weightsync.schemes.cuda_ipc.handles import Exchange
 from weightsync.schemes.cuda_ipc.layout import Allocation, Table
-from weightsync.tensors import Addresses, plain_address
+from weightsync.tensors import Addresses
 from weightsync.transport import Targets
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a version gets into targets: all plain ones at once, the others one by one."""
-
-    moves: Moves
-    others: tuple[str, ...]
 
 
 class Mapped:
@@ -45,7 +37,7 @@ class Mapped:
         self._opened: list[int] = []
         self._addresses: dict[str, int] = {}
         self._array: Addresses | None = None
-        self._way: tuple[weakref.ref[Targets], _Way] | None = None
+        self._copies: tuple[weakref.ref[Targets], DeviceCopies] | None = None
 
     def enter(self) -> None:
         """Begin a use."""
@@ -91,27 +83,12 @@ class Mapped:
         """Write all plain targets on the device; returns the names of the others."""
         device = self._map()
         with self._changing:
-            if self._way is None or self._way[0]() is not targets:
-                self._way = weakref.ref(targets), self._plan(targets, device)
-            way = self._way[1]
-        lane = device.current()
-        way.moves.run(lane)
-        lane.wait()
-        return way.others
-
-    def _plan(self, targets: Targets, device: Device) -> _Way:
-        rows, others = [], []
-        for name, tensor in targets.tensors.items():
-            spec = self.manifest.spec(name)
-            if not spec.nbytes:
-                continue
-            into = plain_address(tensor, spec.dtype, device.place)
-            if into:
-                rows.append((into, self._addresses[spec.name], spec.nbytes))
-            else:
-                others.append(name)
-        table: Addresses = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        return _Way(device.moves(table[:, 0], table[:, 1], table[:, 2]), tuple(others))
+            if self._copies is None or self._copies[0]() is not targets:
+                at = [self._addresses.get(spec.name, 0) for spec in self.manifest.tensors]
+                self._copies = weakref.ref(targets), DeviceCopies(device, targets, at)
+            copies = self._copies[1]
+        copies.run()
+        return copies.others
 
     # ---------------------------------------------------------------- mapping
 
@@ -173,7 +150,7 @@ class Mapped:
 
     def _unmap(self) -> None:
         place, self._place = self._place, None
-        self._addresses, self._array, self._way = {}, None, None
+        self._addresses, self._array, self._copies = {}, None, None
         if place is not None and self._opened:
             self._exchange.synchronise(place)
             self._close(place)

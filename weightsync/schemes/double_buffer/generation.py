@@ -12,7 +12,7 @@ import torch
 
 from weightsync.chunks import Copier, Geometry, SlotWriter
 from weightsync.deadline import Deadline
-from weightsync.download import Blocks, Download, Downloads, Flow, Landed, Packer, Plan
+from weightsync.download import Blocks, Download, Downloads, Landed, Packer, Plan, SlotFlow
 from weightsync.files import Directory, Lock
 from weightsync.intake import Intake, copy_tensor
 from weightsync.manifest import Manifest, ParamSpec
@@ -183,13 +183,13 @@ class Filling:
     def _spec(self, number: int) -> ParamSpec:
         return self.generation.manifest.tensors[number]
 
-    def _flow(self, download: Download) -> AbstractContextManager[Flow]:
+    def _flow(self, download: Download) -> AbstractContextManager[SlotFlow]:
         return flow_into(self.slot, download, self.writer, self._arrived.add, self._downloads)
 
 
 def flow_into(
     slot: Slot, download: Download, writer: SlotWriter, landed: Landed, downloads: Downloads
-) -> AbstractContextManager[Flow]:
+) -> AbstractContextManager[SlotFlow]:
     """A way from a GPU into a slot, page-locked if that can be done."""
     if not slot.page_lock(download.device) and download.device.place.type != "cpu":
         downloads.note(

@@ -1,5 +1,7 @@
 """Weights as a sequence of buckets: some bytes, where they belong, and their digests.
 
+What is here packs them on the CPU; ``windows`` does so on a GPU.
+
 A bucket is a few MiB, in parts. A part is small tensors packed one after the other, or a large one
 (or a piece of it) in its own memory. It says where its bytes lie in the version as the manifest
 lays it out, so the two sides need not agree on an order, and a tensor may be larger than a bucket.
@@ -36,9 +38,9 @@ DIRECT = CHUNK
 class Part:
     """
     Attributes:
-        buffer: uint8, on the CPU; its first ``nbytes`` are the part's.
+        buffer: uint8; its first ``nbytes`` are the part's.
         packed: whether it is one of the packer's buffers, not a trainer's tensor.
-        digests: XXH3 of each MiB of them; none if digests are off.
+        digests: XXH3 of each MiB of them; none if digests are off, or follow at the end.
     """
 
     buffer: torch.Tensor
@@ -54,15 +56,21 @@ class Part:
 
 @dataclass
 class Bucket:
-    """Numbers count in the order in which buckets leave."""
+    """Numbers count in the order in which buckets leave.
+
+    Attributes:
+        digests_follow: the digests come when all buckets have.
+    """
 
     number: int
     parts: list[Part]
+    digests_follow: bool = False
 
     def message(self) -> dict[str, Any]:
         return {
             "op": "bucket",
             "number": self.number,
+            "digests_follow": self.digests_follow,
             "parts": [
                 {"nbytes": part.nbytes, "pieces": part.pieces, "digests": part.digests}
                 for part in self.parts
@@ -263,7 +271,8 @@ class Summary:
     """One version as it was sent.
 
     Attributes:
-        places: ``(index in the manifest, begin, end)`` of each tensor's digests, as sent.
+        places: ``(index in the manifest, begin, end)`` of each tensor's digests, as sent; several
+            of one that was sent in parts.
         digests: of each MiB; None if digests are off.
     """
 
@@ -293,7 +302,8 @@ class Summary:
             return None
         different = np.concatenate([[0], np.cumsum(self.digests != former.digests)])
         places = np.array(self.places, dtype=np.int64).reshape(-1, 3)
-        return int(np.count_nonzero(different[places[:, 2]] > different[places[:, 1]]))
+        touched = different[places[:, 2]] > different[places[:, 1]]
+        return len(np.unique(places[touched, 0]))
 
 
 class Bounce:
@@ -390,10 +400,12 @@ def verify(
     held = digests_of(payload, copier) if digests else []
     wrong = [n for n, (one, other) in enumerate(zip(held, digests, strict=True)) if one != other]
     if wrong:
-        raise CorruptError(
-            f"{len(wrong)} MiB are not what was sent; tensors in them: "
-            f"{_names_at(manifest, pieces, wrong)}"
-        )
+        raise corrupt(len(wrong), names_at(manifest, pieces, wrong))
+
+
+def corrupt(count: int, names: Sequence[str]) -> CorruptError:
+    listed = ", ".join(map(repr, dict.fromkeys(names[:5])))
+    return CorruptError(f"{count} MiB are not what was sent; tensors in them: {listed}")
 
 
 def unpack(pieces: Pieces, payload: torch.Tensor, slot: torch.Tensor, copier: Copier) -> None:
@@ -411,7 +423,8 @@ def unpack(pieces: Pieces, payload: torch.Tensor, slot: torch.Tensor, copier: Co
     )
 
 
-def _names_at(manifest: Manifest, pieces: Pieces, chunks: Sequence[int]) -> str:
+def names_at(manifest: Manifest, pieces: Pieces, chunks: Sequence[int]) -> list[str]:
+    """The tensors that have bytes in some MiB of a part."""
     begins = [spec.offset for spec in manifest.tensors]
     names = []
     at = 0
@@ -423,7 +436,7 @@ def _names_at(manifest: Manifest, pieces: Pieces, chunks: Sequence[int]) -> str:
                 last = bisect_right(begins, offset + high - at - 1)
                 names += [spec.name for spec in manifest.tensors[first:last] if spec.nbytes]
         at += length
-    return ", ".join(map(repr, dict.fromkeys(names[:5])))
+    return names
 
 
 def _view(buffer: torch.Tensor) -> memoryview:

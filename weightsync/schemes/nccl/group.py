@@ -156,33 +156,34 @@ class Group:
         return work.is_completed()
 
     def settle(self, work: Work) -> None:
-        """End a work that is over.
+        """End a work that is over: its memory may be used now, by torch's current stream too.
 
         Raises:
             WeightSyncError: it failed; has torch's words.
         """
         try:
             work.wait()
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise WeightSyncError(f"{error!s:.300}") from None
         self._works.remove(work)
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Let it go, whatever state it is in. Idempotent.
 
         Takes no time with gloo. A kernel of NCCL that waits for a dead peer would be in the way of
         the next group, and is gone when this returns, or after 10 s at most.
+
+        Returns:
+            Whether nothing of it is under way any more.
         """
         group, self._group = self._group, None
         works, self._works = self._works, []
         if group is None:
-            return
+            return True
         if not works:
             with contextlib.suppress(Exception):
                 group.shutdown()
-            return
+            return True
 
         def end() -> None:
             nonlocal group, works
@@ -202,6 +203,7 @@ class Group:
         ending.start()
         if self._device.type == "cuda":
             ending.join(10.0)
+        return not ending.is_alive()
 
 
 def _gloo(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
@@ -18,12 +18,15 @@ from weightsync.errors import DeadlineError, ReceiverError, VersionError, Weight
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.run.records import is_receiver_id
-from weightsync.schemes.nccl.buckets import Packer, Summary
+from weightsync.schemes.nccl import windows
+from weightsync.schemes.nccl.buckets import Bucket, Packer, Summary
 from weightsync.schemes.nccl.control import Server
 from weightsync.schemes.nccl.endpoint import Endpoint, is_loopback
 from weightsync.schemes.nccl.members import Member, Members
+from weightsync.schemes.nccl.reader import IN_FLIGHT
 from weightsync.schemes.nccl.topology import device_identity
 from weightsync.schemes.nccl.transfer import Rounds, Transfer
+from weightsync.schemes.nccl.windows import Assembled, Windows, gpu_of
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
 from weightsync.version import Version, require_newer
@@ -51,6 +54,7 @@ class NCCLPublisher(Publisher):
         self._summary: Summary | None = None
         self._met = False
         self._device = torch.device("cpu")
+        self._windows: Windows | None = None
         self._copier = Copier(scheme.threads)
         self._pid = os.getpid()
         self._end: Finalize[None] | None = None
@@ -64,6 +68,8 @@ class NCCLPublisher(Publisher):
             return self._epoch
         scheme = self._scheme
         self._device = scheme.device_here()
+        gpu = gpu_of(self._device)
+        self._windows = None if gpu is None else Windows(gpu, scheme.bucket_size)
         device = device_identity() if scheme.backend == "nccl" else ""
         where = Endpoint(scheme.master_address, scheme.port)
         if scheme.token is None and not is_loopback(where.host):
@@ -141,6 +147,7 @@ class NCCLPublisher(Publisher):
             inventory.manifest,
             self._device,
             deadline,
+            IN_FLIGHT if self._windows is None else windows.IN_FLIGHT,
         )
         try:
             summary, streamed = self._send(transfer, inventory, version, deadline)
@@ -177,25 +184,47 @@ class NCCLPublisher(Publisher):
     ) -> tuple[Summary, float]:
         """Returns what was sent, and the seconds that the source took."""
         transfer.begin()
-        digest = self._scheme.verify
-        size = self._scheme.bucket_size
-        packer = Packer(
-            inventory, self._copier, self._device, transfer.next_buffer, size, digest, deadline
-        )
-        for bucket in packer.buckets():
+
+        def send(bucket: Bucket) -> None:
             transfer.send(bucket)
             if deadline.expired:
                 raise DeadlineError(
                     f"version {version} was not on its way within {deadline.seconds:.1f} s"
                 )
-        summary = packer.summary()
+
+        packed = self._packed(transfer, inventory, send, deadline)
+        summary = packed.summary()
         if version == self._last and not summary.same_as(self._summary):
             raise VersionError(
                 f"version {version.number} was published before with other weights: "
                 "receivers that hold it would never see these; use a newer number"
             )
-        transfer.finish()
-        return summary, packer.seconds
+        transfer.finish(None if self._windows is None else summary.digests)
+        return summary, packed.seconds
+
+    def _packed(
+        self,
+        transfer: Transfer,
+        inventory: Inventory,
+        send: Callable[[Bucket], None],
+        deadline: Deadline,
+    ) -> Packer | Assembled:
+        """Hand all of it out, bucket by bucket, by the GPU if they stay there."""
+        digest = self._scheme.verify
+        if self._windows is not None:
+            return self._windows.assemble(inventory, send, transfer.let_go, digest, deadline)
+        packer = Packer(
+            inventory,
+            self._copier,
+            self._device,
+            transfer.next_buffer,
+            self._scheme.bucket_size,
+            digest,
+            deadline,
+        )
+        for bucket in packer.buckets():
+            send(bucket)
+        return packer
 
     def _targets(
         self, members: Members, receivers: Sequence[str] | None, deadline: Deadline
@@ -295,7 +324,7 @@ class NCCLPublisher(Publisher):
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        self._server = self._members = self._rounds = None
+        self._server = self._members = self._rounds = self._windows = None
         self._copier.close()
         if self._end is not None:
             self._end()

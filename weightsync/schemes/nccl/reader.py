@@ -21,14 +21,20 @@ import torch
 
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline, call_with_deadline
-from weightsync.errors import ProtocolError
+from weightsync.device import Device, Lane, settle
+from weightsync.device.host import HostDevice
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.manifest import ALIGNMENT
 from weightsync.schemes.nccl.buckets import Bounce, Pieces, check, unpack, verify
 from weightsync.schemes.nccl.control import Connection, Message
+from weightsync.schemes.nccl.digests import Digester, from_text
 from weightsync.schemes.nccl.endpoint import Endpoint
 from weightsync.schemes.nccl.group import Group, join_store
 from weightsync.schemes.nccl.link import Link
+from weightsync.schemes.nccl.places import Places
 from weightsync.schemes.nccl.staging import Slot, Staging
 from weightsync.schemes.nccl.topology import device_identity
+from weightsync.schemes.nccl.windows import gpu_of
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -37,6 +43,10 @@ if TYPE_CHECKING:
 IN_FLIGHT = 3
 """Buckets under way at a time, so that the next is received while one is looked at."""
 
+_DIRECT_IN_FLIGHT = 64
+"""The same of those that come into their places on a GPU, and cost nothing."""
+
+HOST = HostDevice()
 
 _POLL = 0.0003
 """Seconds."""
@@ -58,8 +68,14 @@ class _Update:
 
 @dataclass
 class _Part:
-    """A part of a bucket under way. ``direct``: into its place in the slot, not into a buffer."""
+    """A part of a bucket under way.
 
+    Attributes:
+        direct: it comes into its place in the slot, not into a buffer.
+        digests: to compare with now; empty if they follow, or are off.
+    """
+
+    number: int
     digests: list[int]
     pieces: Pieces
     payload: torch.Tensor
@@ -97,7 +113,11 @@ class Reader:
         self._scheme = scheme
         self._copier = Copier(scheme.threads)
         self._device = scheme.device_here()
-        self.staging = Staging(scheme.buffers, self._copier, pinned=self._device.type == "cuda")
+        self._gpu = gpu_of(self._device)
+        places = Places(self._gpu, scheme.memory)
+        self.staging = Staging(scheme.buffers, self._copier, places)
+        self._digester: Digester | None = None
+        self._lane: Lane | None = None
         self._bounce = Bounce(scheme.bucket_size)
         self._hello = {
             "role": "reader",
@@ -228,8 +248,11 @@ class Reader:
         if any(arriving.round == number for arriving in self._under_way):
             self._give_up()
         group = self._groups.pop(number, None)
-        if group is not None:
-            group.leave()
+        if group is not None and not group.leave() and self._device.type != "cpu":
+            self._fail_slot(written=True)  # what is stuck in it may write there yet
+            if self._update is not None:
+                stuck = WeightSyncError("a collective of NCCL could not be aborted within 10 s")
+                self._say_failed(self._current, {"update": self._update.number}, stuck)
 
     def _begin(self, connection: Connection, message: Message) -> None:
         number = int(message["update"])
@@ -252,26 +275,30 @@ class Reader:
         connection.tell(answer)
 
     def _post(self, message: Message) -> None:
-        while len(self._under_way) >= IN_FLIGHT:
+        slot = self._update.slot if self._update is not None else None
+        on_gpu = slot is not None and self._gpu is not None and slot.place.gpu is self._gpu
+        while len(self._under_way) >= (_DIRECT_IN_FLIGHT if on_gpu else IN_FLIGHT):
             self._take_oldest()
         number = int(message["round"])
         group = self._groups.get(number)
         if group is None:
             return  # left already
-        slot = self._update.slot if self._update is not None else None
-        buffer = self._buffer(group, int(message["number"]), int(message["size"]))
+        buffer: torch.Tensor | None = None
         arriving = _Arriving(number, group, message, [], [])
-        for part in message["parts"]:
+        for index, part in enumerate(message["parts"]):
             nbytes = int(part["nbytes"])
             pieces = check(part, slot.layout.manifest) if slot and slot.layout else []
-            direct = len(pieces) == 1 and self._device.type == "cpu"
+            direct = len(pieces) == 1 and slot is not None and slot.place.gpu is self._gpu
             if direct and slot is not None:
                 payload = slot.bytes[pieces[0][0] : pieces[0][0] + nbytes]
             else:
-                payload, buffer = buffer[:nbytes], buffer[nbytes:]
+                if buffer is None:
+                    buffer = self._buffer(group, int(message["number"]), int(message["size"]))
+                payload = buffer[:nbytes]
+                buffer = buffer[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
             if len(payload) != nbytes:
                 raise ProtocolError(f"a part of {nbytes} bytes does not fit the bucket")
-            arriving.parts.append(_Part(part["digests"], pieces, payload, direct))
+            arriving.parts.append(_Part(index, part["digests"], pieces, payload, direct))
         arriving.works = [group.broadcast(part.payload) for part in arriving.parts]
         self._under_way.append(arriving)
 
@@ -314,7 +341,7 @@ class Reader:
         try:
             if self._update is not None and self._update.number == message["update"]:
                 for part in arriving.parts:
-                    self._put(part)
+                    self._put(part, message)
         except Exception as error:
             self._fail_slot()
             self._say_failed(connection, {"update": message["update"]}, error)
@@ -324,22 +351,46 @@ class Reader:
                 {"op": "took", "update": message["update"], "bucket": message["number"]}
             )
 
-    def _put(self, part: _Part) -> None:
+    def _put(self, part: _Part, message: Message) -> None:
         slot = self._update.slot if self._update is not None else None
         if slot is None or slot.layout is None or not part.pieces:
             return
-        payload = self._bounce.fetch(part.payload)
-        verify(part.digests, part.pieces, payload, slot.layout.manifest, self._copier)
-        if not part.direct:
-            unpack(part.pieces, payload, slot.bytes, self._copier)
+        digested = None
+        if message.get("digests_follow"):
+            self._digester = self._digester or Digester(self._gpu or HOST)
+            bucket = int(message["number"])
+            digested = self._digester.add(bucket, part.number, part.payload, part.pieces)
+        elif part.digests:
+            payload = self._bounce.fetch(part.payload)
+            verify(part.digests, part.pieces, payload, slot.layout.manifest, self._copier)
+        if part.direct:
+            return
+        if self._gpu is None:
+            unpack(part.pieces, part.payload, slot.bytes, self._copier)
+            return
+        self._carry(part, slot, self._gpu)
+        if digested is not None:
+            digested.wait()  # the next bucket comes into the same memory
+
+    def _carry(self, part: _Part, slot: Slot, gpu: Device) -> None:
+        """From the GPU that it came to into the slot, wherever that is."""
+        self._lane = self._lane or gpu.lane()
+        out_of = part.payload.data_ptr()
+        for offset, length in part.pieces:
+            self._lane.copy(slot.bytes.data_ptr() + offset, out_of, length)
+            out_of += length
+        settle(self._lane)
 
     def _give_up(self) -> None:
         """Wait no more for what is under way; it may still arrive, where it does no harm."""
         direct = any(part.direct for arriving in self._under_way for part in arriving.parts)
         self._under_way.clear()
-        if direct and self._update is not None and self._update.slot is not None:
-            slot = self._update.slot
-            slot.bytes = slot.bytes.clone()
+        # NCCL's collectives are aborted when the group is left; gloo's cannot be.
+        if direct and self._device.type == "cpu" and self._update is not None:
+            if self._digester is not None:
+                self._digester.wait()
+            if self._update.slot is not None:
+                self._update.slot.move_on()
 
     @staticmethod
     def _say_failed(connection: Connection | None, about: Message, error: Exception) -> None:
@@ -356,30 +407,45 @@ class Reader:
         update = self._update
         if update is None or update.number != message["update"] or update.slot is None:
             return
+        self._compare(update.slot, message.get("digests"))
         self.staging.end(update.slot, update.version)
         self._update = None
         connection.tell({"op": "whole", "update": update.number})
+
+    def _compare(self, slot: Slot, text: str | None) -> None:
+        """
+        Raises:
+            CorruptError, ProtocolError: what has arrived is not what was sent.
+        """
+        digester, self._digester = self._digester, None
+        if digester is not None and slot.layout is not None:
+            digester.compare(from_text(text or ""), slot.layout.manifest)
 
     def _fail(self) -> None:
         """Forget what was being received."""
         self._fail_slot()
         self._update = None
 
-    def _fail_slot(self) -> None:
+    def _fail_slot(self, written: bool = False) -> None:
+        """
+        Args:
+            written: whether something may still arrive there, besides what is under way.
+        """
+        if self._digester is not None:
+            self._digester.wait()
+            self._digester = None
         if self._update is not None and self._update.slot is not None:
-            if self._under_way:  # what is under way may still arrive there
-                self._update.slot.bytes = torch.empty(0, dtype=torch.uint8)
+            if self._under_way or written:
+                self._update.slot.drop()
             self.staging.end(self._update.slot, None)
             self._update.slot = None
 
     def _abandon(self) -> None:
-        if self._under_way and self._update is not None and self._update.slot is not None:
-            self._update.slot.bytes = torch.empty(0, dtype=torch.uint8)
+        groups, self._groups = self._groups, {}
+        over = [group.leave() for group in groups.values()]
+        self._fail_slot(written=not all(over))
         self._under_way.clear()
         self._fail()
-        for group in self._groups.values():
-            group.leave()
-        self._groups.clear()
         self._left.clear()
 
     def _check(self, number: int) -> None:

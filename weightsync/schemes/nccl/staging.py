@@ -1,4 +1,4 @@
-"""Versions as they arrive: whole or not at all, in buffers of the receiving process."""
+"""Versions as they arrive: whole or not at all, in buffers of the receiving process or its GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from weightsync.chunks import Copier, Geometry
 from weightsync.deadline import Deadline
 from weightsync.device import Device
+from weightsync.device_copies import DeviceCopies
 from weightsync.errors import CorruptError, NoRoomError, VersionGoneError, WeightSyncError
 from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
+from weightsync.schemes.nccl.places import Place, Places
+from weightsync.tensors import Addresses
 from weightsync.transport import Memory, Snapshot, Targets
 from weightsync.version import Version
 
@@ -31,40 +36,60 @@ class Layout:
 
 
 class Slot:
-    """One buffer. ``version`` is None while nothing whole is in it.
+    """One buffer. ``version`` is None while nothing whole is in it."""
 
-    Args:
-        pinned: page-locked, so that copies from and to a GPU run at the speed of the bus.
-    """
-
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.place = Place()
         self.version: Version | None = None
         self.layout: Layout | None = None
         self.leases = 0
         self.turn = 0
         self.soft = False
         self.filling = False
+        self._addresses: tuple[Manifest, Addresses] | None = None
+        self._copies: WeakKeyDictionary[Targets, DeviceCopies] = WeakKeyDictionary()
 
     @property
     def is_free(self) -> bool:
         return not self.filling and (self.leases == 0 or self.soft)
 
-    def fit(self, nbytes: int) -> None:
+    def fit(self, nbytes: int, place: Place) -> None:
         """
         Raises:
             NoRoomError: there is too little memory.
         """
-        if len(self.bytes) >= nbytes > len(self.bytes) // 2:
+        if place == self.place and len(self.bytes) >= nbytes > len(self.bytes) // 2:
             return
-        self.bytes = torch.empty(0, dtype=torch.uint8)  # never both at a time
-        try:
-            self.bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=self._pinned)
-        except (RuntimeError, MemoryError):
-            raise NoRoomError(
-                f"no memory for a buffer of {nbytes:,} bytes (buffers=1 needs half as much)"
-            ) from None
+        self.drop()  # never both at a time
+        self.bytes, self.place = place.empty(nbytes), place
+
+    def drop(self) -> None:
+        """Have other memory from now on; who holds this one, or may yet write to it, keeps it."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._addresses = None
+        self._copies.clear()
+
+    def move_on(self) -> None:
+        """Have the same bytes in other memory."""
+        held = self.bytes
+        self.drop()
+        self.bytes = held.clone()
+
+    def addresses(self, manifest: Manifest) -> Addresses:
+        """Where each tensor of a manifest lies. The same array while they lie there."""
+        if self._addresses is None or self._addresses[0] is not manifest:
+            offsets = np.array([spec.offset for spec in manifest.tensors], dtype=np.int64)
+            self._addresses = manifest, offsets + self.bytes.data_ptr()
+        return self._addresses[1]
+
+    def copies(self, targets: Targets, gpu: Device) -> DeviceCopies:
+        """How what lies here, in a GPU's memory, gets into targets."""
+        found = self._copies.get(targets)
+        if found is None:
+            found = DeviceCopies(gpu, targets, self.addresses(targets.manifest))
+            self._copies[targets] = found
+        return found
 
 
 class Staging:
@@ -74,9 +99,9 @@ class Staging:
     on with last (``keep``) is written only if there is no other.
     """
 
-    def __init__(self, buffers: int, copier: Copier, pinned: bool = False) -> None:
-        self._pinned = pinned
-        self._slots = [Slot(pinned) for _ in range(buffers)]
+    def __init__(self, buffers: int, copier: Copier, places: Places | None = None) -> None:
+        self._places = places or Places()
+        self._slots = [Slot() for _ in range(buffers)]
         self._copier = copier
         self._changed = threading.Condition()
         self._layout: Layout | None = None
@@ -122,14 +147,26 @@ class Staging:
                 self._changed.wait(min(0.1, deadline.remaining))
         try:
             if slot.leases:  # leased softly: whoever has views of it keeps the memory
-                slot.bytes = torch.empty(0, dtype=torch.uint8)
+                slot.drop()
                 slot.leases, slot.soft = 0, False
-            slot.fit(layout.manifest.nbytes)
+            self._fit(slot, max(layout.manifest.nbytes, 1))
         except BaseException:
             self.end(slot, None)
             raise
         slot.layout = layout
         return slot, dropped
+
+    def _fit(self, slot: Slot, nbytes: int) -> None:
+        held = sum(len(each.bytes) for each in self._slots if each.place.gpu is not None)
+        place: Place | None = self._places.choose(nbytes * len(self._slots), held)
+        while place is not None:
+            try:
+                slot.fit(nbytes, place)
+                return
+            except NoRoomError:
+                place = self._places.instead(place)
+                if place is None:
+                    raise
 
     def end(self, slot: Slot, version: Version | None) -> None:
         """The slot holds a version now; or nothing, if None."""
@@ -183,7 +220,7 @@ class Staging:
         with self._changed:
             for number, slot in enumerate(self._slots):
                 if not slot.leases and not slot.filling:
-                    self._slots[number] = Slot(self._pinned)
+                    self._slots[number] = Slot()
 
 
 def _worth(slot: Slot, keep: Version | None) -> tuple[bool, Version]:
@@ -217,7 +254,7 @@ class StagedSnapshot(Snapshot):
         self._staging = staging
         self._slot: Slot | None = slot
         self._turn = slot.turn
-        self._bytes = slot.bytes
+        self._bytes, self._gpu = slot.bytes, slot.place.gpu
         self._copier = copier
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -229,20 +266,37 @@ class StagedSnapshot(Snapshot):
     def verify(self, names: Sequence[str] | None = None) -> None:
         self._require_open()
 
-    def memory(self) -> Memory:
+    def memory(self) -> Memory | None:
         self._require_open()
-        return StagedMemory(self._bytes, self.manifest.nbytes, self.version)
+        if self._gpu is not None:
+            return None
+        return self._in_host_memory()
+
+    def addresses(self, place: torch.device) -> Addresses | None:
+        slot = self._require_open()
+        if self._gpu is None or self._gpu.place != place:
+            return None
+        return slot.addresses(self.manifest)
 
     def copy_into(self, targets: Targets) -> None:
-        self._require_open()
-        slot = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
-        self._copier.read(self._layout.geometry, slot, targets.addresses, None)
-        targets.on_gpus.write(self.memory())
-        for name, target in targets.rest.items():
+        slot = self._require_open()
+        if self._gpu is not None:
+            copies = slot.copies(targets, self._gpu)
+            copies.run()
+            others = {name: targets.tensors[name] for name in copies.others}
+        else:
+            host = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+            self._copier.read(self._layout.geometry, host, targets.addresses, None)
+            targets.on_gpus.write(self._in_host_memory())
+            others = targets.rest
+        for name, target in others.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
 
-    def _require_open(self) -> None:
+    def _in_host_memory(self) -> Memory:
+        return StagedMemory(self._bytes, self.manifest.nbytes, self.version)
+
+    def _require_open(self) -> Slot:
         if self._slot is None:
             raise WeightSyncError(f"version {self.version}: the snapshot is closed")
         if self._slot.turn != self._turn:
@@ -250,10 +304,13 @@ class StagedSnapshot(Snapshot):
                 f"version {self.version} was given up for a newer one: with buffers=1 there is no "
                 "going back"
             )
+        return self._slot
 
     def close(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
+            if self._gpu is not None:
+                self._gpu.current().wait()  # what was queued there may still read
             self._staging.release(slot, self._turn)
 
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.chunks import Digests
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Bucket
+from weightsync.schemes.nccl.digests import to_text
 from weightsync.schemes.nccl.endpoint import is_loopback
 from weightsync.schemes.nccl.group import Group, join_store, serve_store
 from weightsync.schemes.nccl.members import Member, Members, Peer
@@ -205,6 +207,7 @@ class Transfer:
         manifest: Manifest,
         device: torch.device,
         deadline: Deadline,
+        in_flight: int = IN_FLIGHT,
     ) -> None:
         self._members = members
         self._rounds = rounds
@@ -220,7 +223,8 @@ class Transfer:
         self._peers: list[Peer] = []
         self._round = -1
         self._group: Group | None = None
-        self._buffers = [_buffer(self._size, device) for _ in range(IN_FLIGHT)]
+        self._in_flight = in_flight
+        self._buffers: list[torch.Tensor] = []
         self._under_way: deque[tuple[Bucket, list[Any]]] = deque()
         self._asked: dict[Peer, float] = {}
         self._repeated = 0
@@ -242,19 +246,35 @@ class Transfer:
 
     def next_buffer(self) -> torch.Tensor:
         """A buffer on the CPU for the next bucket; waits until one is free."""
-        while len(self._under_way) >= IN_FLIGHT:
+        while len(self._under_way) >= self._in_flight:
             self._mending(self._settle_oldest)
+        if not self._buffers:
+            self._buffers = [_buffer(self._size, self._device) for _ in range(self._in_flight)]
         parts = [part for bucket, _ in self._under_way for part in bucket.parts]
         taken = {id(part.buffer) for part in parts}
         return next(buffer for buffer in self._buffers if id(buffer) not in taken)
 
+    def let_go(self, buffer: torch.Tensor) -> None:
+        """Wait until no bucket under way has a part in some memory."""
+
+        def is_used() -> bool:
+            place = buffer.untyped_storage().data_ptr()
+            parts = (part for bucket, _ in self._under_way for part in bucket.parts)
+            return any(part.buffer.untyped_storage().data_ptr() == place for part in parts)
+
+        while is_used():
+            self._mending(self._settle_oldest)
+
     def send(self, bucket: Bucket) -> None:
-        while len(self._under_way) >= IN_FLIGHT:
+        while len(self._under_way) >= self._in_flight:
             self._mending(self._settle_oldest)
         self._mending(lambda: self._post(bucket))
 
-    def finish(self) -> None:
+    def finish(self, digests: Digests | None = None) -> None:
         """Wait until all have all of it.
+
+        Args:
+            digests: of all buckets, if they did not come with them.
 
         Raises:
             WeightSyncError: nobody is left.
@@ -264,11 +284,14 @@ class Transfer:
             while self._under_way:
                 self._settle_oldest()
 
+        text = None if digests is None else to_text(digests)
+
         def end() -> None:
             settle_all()
             for peer in self._peers:
                 if peer.whole != self._update:
-                    peer.connection.tell({"op": "end", "update": self._update})
+                    message = {"op": "end", "update": self._update, "digests": text}
+                    peer.connection.tell(message)
             self._await(
                 lambda peer: peer.whole == self._update, "it has not said that all is there"
             )

@@ -1,0 +1,200 @@
+"""Weights as a sequence of buckets that never leave the GPU: windows of the version's layout.
+
+A bucket is assembled on the trainer's GPU by one kernel, digested there, and lands where it
+belongs: nothing is unpacked, and how many tensors there are makes no difference to NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from weightsync.chunks import CHUNK
+from weightsync.deadline import Deadline
+from weightsync.device import Device, Mark, device_of
+from weightsync.download import Blocks, Download, Flow, Packer, Plan, Run
+from weightsync.errors import NoRoomError
+from weightsync.intake import Intake
+from weightsync.manifest import Manifest
+from weightsync.schemes.nccl.buckets import Bucket, Part, Summary
+from weightsync.schemes.nccl.digests import Digester
+from weightsync.source import Inventory
+from weightsync.tensors import Addresses
+
+IN_FLIGHT = 6
+"""Buckets under way at a time: the words for one take about as long as the bytes of two."""
+
+_SMALL = 8
+"""By how much buckets are smaller on a GPU that has little room left."""
+
+
+def gpu_of(place: torch.device) -> Device | None:
+    """The GPU that buckets stay on; None: the processor packs them."""
+    return None if place.type == "cpu" else device_of(place)
+
+
+class Windows:
+    """A trainer's GPU as the place where versions are assembled. Keeps its buffers.
+
+    Args:
+        size: of a bucket at most, in bytes; a multiple of 1 MiB. They are smaller if the GPU has
+            little room left, or weights do not fill one.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device, self._size = device, size
+        self._download: Download | None = None
+        self._planned: tuple[Addresses, list[int], Plan] | None = None
+
+    def _download_for(self, nbytes: int) -> Download:
+        """
+        Raises:
+            NoRoomError: there is no room for the smallest buffers.
+        """
+        wanted = max(CHUNK, min(self._size, -(-nbytes // CHUNK) * CHUNK))
+        small = max(CHUNK, wanted // _SMALL // CHUNK * CHUNK)
+        if self._download is None or self._download.window < small:
+            self._download = self._planned = None
+            try:
+                self._download = Download(self._device, wanted, IN_FLIGHT)
+            except NoRoomError:
+                self._download = Download(self._device, small, IN_FLIGHT)
+        return self._download
+
+    def assemble(
+        self,
+        inventory: Inventory,
+        send: Callable[[Bucket], None],
+        let_go: Callable[[torch.Tensor], None],
+        digest: bool,
+        deadline: Deadline,
+    ) -> Assembled:
+        """Hand out one version, bucket by bucket.
+
+        Args:
+            send: takes a bucket.
+            let_go: waits until no bucket under way is in a buffer any more.
+            deadline: for the source.
+
+        Raises:
+            SourceError: a tensor is not what the manifest says, comes twice, or does not come.
+            NoRoomError: the GPU has no room for the smallest buckets.
+        """
+        download = self._download_for(inventory.manifest.nbytes)
+        download.await_trainer()
+        flow = _BucketFlow(download, send, let_go, digest)
+        try:
+            numbers, plan = self._plan(download, inventory)
+            resident = _tensors(inventory, numbers)
+            for window in plan.windows:
+                download.run(plan, window, resident, flow)
+            intake = Intake(inventory, inventory.streamed(), deadline)
+            packer = Packer(flow)
+            specs = inventory.manifest.tensors
+            for number, tensor in intake:
+                packer.put(specs[number], tensor)
+                del tensor  # before the next one is made
+            packer.flush()
+        finally:
+            flow.digester.wait()  # it reads the buffers
+        return Assembled(inventory.manifest, flow.runs, flow.digester if digest else None, intake)
+
+    def _plan(self, download: Download, inventory: Inventory) -> tuple[list[int], Plan]:
+        """Which tensors exist anyway, and how they get into windows."""
+        if self._planned is None or self._planned[0] is not inventory.addresses:
+            tensors = inventory.manifest.tensors
+            numbers = [
+                number
+                for number, value in enumerate(inventory.values)
+                if isinstance(value, torch.Tensor) and tensors[number].nbytes
+            ]
+            specs = [tensors[number] for number in numbers]
+            blocks = Blocks.of(specs, [s.offset for s in specs], [s.nbytes for s in specs])
+            plan = download.plan(blocks, _tensors(inventory, numbers))
+            self._planned = inventory.addresses, numbers, plan
+        return self._planned[1:]
+
+
+class _BucketFlow(Flow):
+    """Windows on their way into buckets.
+
+    Attributes:
+        runs: what was sent, in that order.
+    """
+
+    def __init__(
+        self,
+        download: Download,
+        send: Callable[[Bucket], None],
+        let_go: Callable[[torch.Tensor], None],
+        digest: bool,
+    ) -> None:
+        super().__init__(download)
+        self._send, self._let_go, self._digest = send, let_go, digest
+        self._digested: list[Mark | None] = [None] * len(download.buffers)
+        self._count = 0
+        self.digester = Digester(download.device)
+        self.runs: list[Run] = []
+
+    def begin(self, which: int) -> torch.Tensor:
+        buffer = self.download.buffers[which]
+        self._let_go(buffer)
+        lane, digested = self.turn(), self._digested[which]
+        if digested is not None:
+            lane.after(digested)
+        return buffer
+
+    def send(self, which: int, origin: int, runs: Sequence[Run]) -> None:
+        self.turn()
+        buffer = self.download.buffers[which]
+        parts = []
+        for number, (begin, end) in enumerate(runs):
+            payload, pieces = buffer[begin - origin : end - origin], [(begin, end - begin)]
+            parts.append(Part(payload, True, end - begin, pieces))
+            if self._digest:
+                mark = self.digester.add(self._count, number, payload, pieces)
+                self._digested[which] = mark
+        self.runs += runs
+        bucket = Bucket(self._count, parts, digests_follow=self._digest)
+        self._count += 1
+        self._send(bucket)
+
+
+class Assembled:
+    """What was handed out.
+
+    Attributes:
+        seconds: that the source has taken.
+    """
+
+    def __init__(
+        self, manifest: Manifest, runs: list[Run], digester: Digester | None, intake: Intake
+    ) -> None:
+        self._manifest, self._runs, self._digester = manifest, runs, digester
+        self.seconds = intake.seconds
+
+    def summary(self) -> Summary:
+        digests = self._digester.found() if self._digester is not None else None
+        return Summary(self._manifest.fingerprint, self._places(), digests)
+
+    def _places(self) -> list[tuple[int, int, int]]:
+        specs = self._manifest.tensors
+        offsets = np.array([spec.offset for spec in specs], dtype=np.int64)
+        ends = offsets + np.array([spec.nbytes for spec in specs], dtype=np.int64)
+        places: list[tuple[int, int, int]] = []
+        first = 0
+        for begin, end in self._runs:
+            low = int(np.searchsorted(ends, begin, side="right"))
+            high = int(np.searchsorted(offsets, end))
+            which = low + np.flatnonzero(ends[low:high] > offsets[low:high])
+            at = first + (np.maximum(offsets[which], begin) - begin) // CHUNK
+            upto = first - (begin - np.minimum(ends[which], end)) // CHUNK
+            places += zip(which.tolist(), at.tolist(), upto.tolist(), strict=True)
+            first += -(-(end - begin) // CHUNK)
+        return places
+
+
+def _tensors(inventory: Inventory, numbers: Sequence[int]) -> list[torch.Tensor]:
+    return [v for v in map(inventory.values.__getitem__, numbers) if isinstance(v, torch.Tensor)]
