@@ -6,22 +6,24 @@ from unittest import mock
 import pytest
 
 import weightsync as ws
-from weightsync.schemes.nccl.buckets import Packer
+from tests.schemes.nccl.on_gpus import pretend
+from weightsync.schemes.nccl import publisher, reader
+from weightsync.schemes.nccl.transfer import Transfer
 from weightsync.testing import SchemeConformance, flip_bit
 
 
 @contextlib.contextmanager
 def damaged():
     """A bit of every bucket is lost after it was digested, before it is sent."""
-    finished = Packer._bucket
+    sent = Transfer.send
 
-    def damage(packer, parts):
-        for part in parts:
+    def damage(transfer, bucket):
+        for part in bucket.parts:
             part.buffer = part.buffer.clone()
             flip_bit(part.buffer)
-        return finished(packer, parts)
+        sent(transfer, bucket)
 
-    with mock.patch.object(Packer, "_bucket", damage):
+    with mock.patch.object(Transfer, "send", damage):
         yield
 
 
@@ -40,3 +42,14 @@ class TestNCCL(SchemeConformance):
 
     def wrong_options(self):
         return [{"backend": "smoke"}, {"num_replicas": 0}, {"master_port": 70000}, {"buffers": 0}]
+
+
+@pytest.mark.slow
+class TestNCCLOnGPUs(TestNCCL):
+    """As if buckets and versions were on GPUs, at the ends that are in this process."""
+
+    @pytest.fixture(autouse=True)
+    def gpus(self, monkeypatch):
+        for module in (publisher, reader):
+            monkeypatch.setattr(module, "gpu_of", module.gpu_of)
+        pretend()

@@ -107,9 +107,9 @@ def peer():
         one.dispose()
 
 
-@pytest.fixture
-def scheme():
-    return ws.NCCLScheme(bucket_mb=4, peer_timeout=5.0)
+@pytest.fixture(params=["gpu", "host"])
+def scheme(request):
+    return ws.NCCLScheme(bucket_mb=4, peer_timeout=5.0, memory=request.param)
 
 
 @pytest.fixture

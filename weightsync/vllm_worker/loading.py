@@ -36,6 +36,9 @@ not worth a session of two kinds. ``reload``: nothing is."""
 
 _WORTH = 0.5
 
+_PLACES = 4
+"""Of versions in the device's memory that take turns, as many as are copied without preparing it."""
+
 Stream = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -55,7 +58,7 @@ class Loader:
         self._manifest: Manifest | None = None
         self._through: Through | None = None
         self._selected: Selection | None = None
-        self._moves: tuple[Addresses, Moves] | None = None
+        self._moves: list[tuple[Addresses, Moves]] = []
 
     def prepare(
         self, model: nn.Module, config: Any, manifest: Manifest, stream: Stream, held: bool
@@ -110,7 +113,8 @@ class Loader:
 
     def forget(self) -> None:
         """The plan, and the memory that goes with it."""
-        self.plan = self._manifest = self._through = self._moves = self._looked = None
+        self.plan = self._manifest = self._through = self._looked = None
+        self._moves = []
         self._selected, self._again = None, False
 
     def holds(self, model: nn.Module, fingerprint: str) -> bool:
@@ -222,10 +226,13 @@ class Loader:
 
     def _move(self, device: Device, out_of: Addresses) -> None:
         assert self.plan is not None
-        if self._moves is None or not np.array_equal(self._moves[0], out_of):
+        known = (moves for source, moves in self._moves if np.array_equal(source, out_of))
+        moves = next(known, None)
+        if moves is None:
             into, source, length = merged(self.plan.into, out_of, self.plan.length)
-            self._moves = out_of, device.moves(into, source, length)
-        self._moves[1].run(device.current())
+            moves = device.moves(into, source, length)
+            self._moves = [(out_of, moves), *self._moves[: _PLACES - 1]]
+        moves.run(device.current())
 
     def _pass_through(
         self, device: Device, memory: Memory, verified: bool, deadline: Deadline
