@@ -54,6 +54,10 @@ class CUDALane(Lane):
                 self._device, into, into_pitch, out_of, out_of_pitch, width, count, stream
             )
 
+    def empty(self, count: int) -> torch.Tensor:
+        with torch.cuda.stream(self.stream):  # torch keeps memory apart for each
+            return torch.empty(count, dtype=torch.int64, device=self.stream.device)
+
     def after(self, mark: Mark) -> None:
         if isinstance(mark, CUDAMark):
             self.stream.wait_event(mark.event)

@@ -45,6 +45,11 @@ class Lane(ABC):
         """Queue ``count`` copies of ``width`` bytes, at distances of a pitch on either side."""
 
     @abstractmethod
+    def empty(self, count: int) -> torch.Tensor:
+        """int64[count] on the device, for use on this lane only: whatever other lanes have queued
+        is not waited for."""
+
+    @abstractmethod
     def after(self, mark: Mark) -> None:
         """What is queued from now on begins when the mark, of any lane, is done."""
 

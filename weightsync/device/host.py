@@ -42,6 +42,9 @@ class HostLane(Lane):
         for row in range(count):
             ctypes.memmove(into + row * into_pitch, out_of + row * out_of_pitch, width)
 
+    def empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int64)
+
     def after(self, mark: Mark) -> None:
         mark.wait()
 

@@ -37,7 +37,7 @@ not worth a session of two kinds. ``reload``: nothing is."""
 _WORTH = 0.5
 
 _PLACES = 4
-"""Of versions in the device's memory that take turns, as many as are copied without preparing it."""
+"""So many versions in the device's memory may take turns without copies being prepared anew."""
 
 Stream = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 

@@ -14,34 +14,54 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from weightsync.chunks import CHUNK, Digests
-from weightsync.device import Device, Mark
+from weightsync.device import Device, Mark, settle
 from weightsync.errors import ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Pieces, corrupt, names_at
 
+_BLOCK = 8192
+"""Digests that one piece of the device's memory has room for: those of 8 GiB."""
+
 
 @dataclass(frozen=True)
 class _Part:
-    """``digests``: int64 on the device, of whole MiB; ``tail``: the bytes behind them."""
+    """Where the digests of its whole MiB are, and the bytes behind those.
 
-    digests: torch.Tensor
+    Attributes:
+        block, begin: which piece of the device's memory, and from where in it; count: how many.
+    """
+
+    block: int
+    begin: int
+    count: int
     tail: torch.Tensor
     pieces: Pieces
 
-    @property
-    def count(self) -> int:
-        return len(self.digests) + (len(self.tail) > 0)
-
 
 class Digester:
-    """XXH3 of each MiB of the parts of one version's buckets."""
+    """XXH3 of each MiB of the parts of one version's buckets.
+
+    On a lane of its own, memory included: an engine that computes beside it is not waited for.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device, self._lane = device, device.lane()
+        self._blocks: list[torch.Tensor] = []
+        self._used = 0
         self._parts: dict[tuple[int, int], _Part] = {}
 
-    def add(self, bucket: int, part: int, payload: torch.Tensor, pieces: Pieces) -> Mark:
+    def add(
+        self,
+        bucket: int,
+        part: int,
+        payload: torch.Tensor,
+        pieces: Pieces,
+        after: Mark | None = None,
+    ) -> Mark:
         """Queue those of a part, or queue them again.
+
+        Args:
+            after: when its bytes are there; None: they are.
 
         Returns:
             When they are done: the memory may be another's then.
@@ -49,37 +69,45 @@ class Digester:
         Raises:
             ProtocolError: a GPU could not read there.
         """
-        address = payload.data_ptr()
+        address, whole = payload.data_ptr(), len(payload) // CHUNK
         if address % 8:
             raise ProtocolError("a bucket has a part that begins between two words")
-        whole = len(payload) // CHUNK
-        made = torch.empty(whole, dtype=torch.int64, device=self._device.place)
+        if after is not None:
+            self._lane.after(after)
+        block, begin = self._room(whole)
         tail = torch.empty(len(payload) % CHUNK, dtype=torch.uint8)
-        self._lane.after(self._device.current().mark())
         if whole:
-            self._device.digests(self._lane, address, whole, made)
+            into = self._blocks[block][begin : begin + whole]
+            self._device.digests(self._lane, address, whole, into)
         if len(tail):
             self._lane.copy(tail.data_ptr(), address + whole * CHUNK, len(tail))
-        self._parts[bucket, part] = _Part(made, tail, pieces)
+        self._parts[bucket, part] = _Part(block, begin, whole, tail, pieces)
         return self._lane.mark()
+
+    def _room(self, count: int) -> tuple[int, int]:
+        if not self._blocks or self._used + count > len(self._blocks[-1]):
+            self._blocks.append(self._lane.empty(max(_BLOCK, count)))
+            self._used = 0
+        begin, self._used = self._used, self._used + count
+        return len(self._blocks) - 1, begin
 
     def wait(self) -> None:
         """Until nothing is queued any more."""
-        self._lane.wait()
+        settle(self._lane)
 
     def found(self) -> Digests:
         """All of them, in the order of the buckets."""
-        self._lane.wait()
-        parts = [self._parts[key] for key in sorted(self._parts)]
-        if not parts:
-            return np.zeros(0, dtype=np.uint64)
-        whole: Digests = torch.cat([each.digests for each in parts]).cpu().numpy().view(np.uint64)
-        found, at = [], 0
-        for each in parts:
-            found.append(whole[at : at + len(each.digests)])
-            at += len(each.digests)
-            if len(each.tail):
-                tail = xxh3_64_intdigest(each.tail.numpy().tobytes())
+        blocks = [torch.empty(len(block), dtype=torch.int64) for block in self._blocks]
+        for here, there in zip(blocks, self._blocks, strict=True):
+            self._lane.copy(here.data_ptr(), there.data_ptr(), 8 * len(there))
+        self.wait()
+        made = [block.numpy().view(np.uint64) for block in blocks]
+        found = [np.zeros(0, dtype=np.uint64)]
+        for key in sorted(self._parts):
+            part = self._parts[key]
+            found.append(made[part.block][part.begin : part.begin + part.count])
+            if len(part.tail):
+                tail = xxh3_64_intdigest(part.tail.numpy().tobytes())
                 found.append(np.array([tail], dtype=np.uint64))
         return np.concatenate(found)
 
@@ -101,10 +129,11 @@ class Digester:
         first = 0
         for key in sorted(self._parts):
             part = self._parts[key]
-            mine = [number - first for number in wrong if first <= number < first + part.count]
+            count = part.count + (len(part.tail) > 0)
+            mine = [number - first for number in wrong if first <= number < first + count]
             if mine:
                 names += names_at(manifest, part.pieces, mine)
-            first += part.count
+            first += count
         return names
 
 

@@ -147,15 +147,15 @@ class _BucketFlow(Flow):
         return buffer
 
     def send(self, which: int, origin: int, runs: Sequence[Run]) -> None:
-        self.turn()
+        filled = self.turn().mark()
         buffer = self.download.buffers[which]
         parts = []
         for number, (begin, end) in enumerate(runs):
             payload, pieces = buffer[begin - origin : end - origin], [(begin, end - begin)]
             parts.append(Part(payload, True, end - begin, pieces))
             if self._digest:
-                mark = self.digester.add(self._count, number, payload, pieces)
-                self._digested[which] = mark
+                digested = self.digester.add(self._count, number, payload, pieces, filled)
+                self._digested[which] = digested
         self.runs += runs
         bucket = Bucket(self._count, parts, digests_follow=self._digest)
         self._count += 1
