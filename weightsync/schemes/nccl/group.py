@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -33,6 +34,8 @@ from weightsync.deadline import Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.schemes.nccl import endpoint
 from weightsync.schemes.nccl.endpoint import Endpoint
+
+log = logging.getLogger("weightsync")
 
 STUCK = 60.0
 """Seconds after which a collective that nobody waits for any more ends by itself (gloo)."""
@@ -185,10 +188,14 @@ class Group:
                 group.shutdown()
             return True
 
+        aborted = threading.Event()
+        began = time.monotonic()
+
         def end() -> None:
             nonlocal group, works
             with contextlib.suppress(Exception):
                 group.abort()  # of no effect with gloo
+            aborted.set()
             patience = Deadline(STUCK)
             gloo = self._device.type == "cpu"
             while gloo and not patience.expired and not all(w.is_completed() for w in works):
@@ -196,13 +203,20 @@ class Group:
                     _keep([group, *works])
                     return
             works = []
-            group = None
+            within = time.monotonic() - began
+            group = None  # waits for its threads
+            log.debug(
+                "a group of %d was aborted within %.2f s, and left within %.2f s",
+                self.size,
+                within,
+                time.monotonic() - began,
+            )
 
         ending = threading.Thread(target=end, name="weightsync leave", daemon=True)
         _leaving.add(ending)
         ending.start()
         if self._device.type == "cuda":
-            ending.join(10.0)
+            return aborted.wait(10.0)
         return not ending.is_alive()
 
 
