@@ -113,6 +113,17 @@ class Directory:
         return Directory(f"{self.path}/{name}", fd)
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """No other directory that is there has the same."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
+    @property
+    def link(self) -> str:
+        """A path that leads to it in this process, wherever it was moved."""
+        return f"/proc/self/fd/{self._fd}"
+
+    @property
     def exists(self) -> bool:
         """Whether its path still leads to it: it may have been removed, or made anew."""
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, ProtocolError, VersionGoneError, WeightSyncError
 from weightsync.files import Directory, Lock, WatchedFile, is_locked
+from weightsync.notice import Notice
 from weightsync.report import ReceiverReport
 from weightsync.run.records import (
     MAX_RECORD,
@@ -76,6 +78,7 @@ class Membership(Generic[A]):
         self._said: ReceiverReport | None = None
         self._watched: WatchedFile | None = None
         self._seen: tuple[bytes, A] | None = None
+        self._notice = Notice()
         # One thread may wait for the next version while another applies this one.
         self._looking = threading.RLock()
         self._closed = False
@@ -179,7 +182,14 @@ class Membership(Generic[A]):
                 return None
             return head.version
 
-        return deadline.wait(attempt)
+        return deadline.wait(attempt, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        run = self._run
+        if run is None:
+            time.sleep(seconds)
+        else:
+            self._notice.wait(run, seconds)
 
     def head(self) -> A | None:
         """What is newest; None if nothing was published."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.files import Directory, Lock, is_locked
+from weightsync.notice import Notice
 from weightsync.report import ReceiverReport
 from weightsync.run.records import (
     MAX_RECORD,
@@ -47,6 +49,10 @@ class Records(ABC):
     @abstractmethod
     def forget_signed_off(self) -> None:
         """Remove what receivers that have ended said last."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait until one says something, and for so long at most."""
+        time.sleep(seconds)
 
 
 class Receivers:
@@ -113,7 +119,7 @@ class Receivers:
                 return found
             return None
 
-        reports = deadline.wait(attempt)
+        reports = deadline.wait(attempt, self.records.pause)
         if reports is None:
             wanted = list(settled) if receivers is None else list(receivers)
             absent = [name for name in wanted if name not in settled]
@@ -154,6 +160,7 @@ class RecordFiles(Records):
 
     def __init__(self, run: Callable[[], Directory]) -> None:
         self._run = run
+        self._notice = Notice()
 
     def read(self) -> list[Record]:
         try:
@@ -162,6 +169,14 @@ class RecordFiles(Records):
             return []
         found = [_read(records, name) for name in records.names()]
         return [record for record in found if record is not None]
+
+    def pause(self, seconds: float) -> None:
+        try:
+            records = self._run().subdirectory(RECEIVERS)
+        except FileNotFoundError:
+            time.sleep(seconds)
+        else:
+            self._notice.wait(records, seconds)
 
     def raw(self) -> dict[str, bytes]:
         records = self._run().subdirectory(RECEIVERS, create=True)
