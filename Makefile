@@ -32,11 +32,12 @@ help:
 setup: $(READY)
 
 # --no-deps: a lock is complete, and leaves out packages that do not import beside a CPU build of torch.
+# --no-compile: most of it is never imported, and what is, Python compiles then.
 # Where only a CUDA build of torch is to be had, it wants libraries that the lock leaves out.
 define environment
 	@echo "== setting up $(1) (about two minutes the first time)"
 	$(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(2)
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(2)
 	@$(1)/bin/python -c "import torch" 2>/dev/null || { \
 	  echo "== this build of torch needs CUDA libraries: installing them as well"; \
 	  $(1)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(2)); }
