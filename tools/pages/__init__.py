@@ -1,0 +1,1 @@
+"""What the built documentation needs besides mkdocs."""
