@@ -14,7 +14,9 @@ PAGE = "docs/writing-an-engine.md"
 
 
 def weights(value):
-    return {name: torch.full((2, 4), float(value)) for name in "qkv"} | {"norm": torch.ones(4)}
+    """What makes the sampler answer the prompt 1 with 48 times the value."""
+    parts = {name: torch.full((2, 4), float(value * n)) for n, name in enumerate("qkv", 1)}
+    return parts | {"norm": torch.ones(4)}
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def engine(run_dir, sampler):
 def test_it_is_used_like_any_other(run_dir, sampler, engine):
     made = type(engine)
     names = run(PAGE, "use", run_dir, weights=weights(2), sampler=sampler, SamplerEngine=made)
-    assert names["answer"] == 3 * 6 * 4 * 2
+    assert names["answer"] == 3 * 48 * 2
+    assert sampler.weights["qkv"][:, 0].tolist() == [2, 2, 4, 4, 6, 6]
     assert sampler.label == names["report"].version
 
 
@@ -40,7 +43,7 @@ def test_the_same_prompt_is_answered_anew(ends, sampler, engine):
     for number in (1, 2):
         sender.update_weights(weights(number), version=number)
         receiver.poll_and_apply()
-        assert sampler.generate(1) == 24 * number
+        assert sampler.generate(1) == 48 * number
 
 
 def test_a_request_that_runs_is_waited_for_and_one_that_hangs_is_named(ends, sampler, engine):
@@ -49,7 +52,7 @@ def test_a_request_that_runs_is_waited_for_and_one_that_hangs_is_named(ends, sam
     with sampler.serving, pytest.raises(ws.DeadlineError, match="a request of the sampler"):
         receiver.poll_and_apply()
     assert receiver.poll_and_apply().version.number == 1
-    assert sampler.generate(1) == 24
+    assert sampler.generate(1) == 48
 
 
 def test_other_weights_are_refused_and_nothing_is_touched(ends, sampler, engine):
@@ -62,6 +65,9 @@ def test_other_weights_are_refused_and_nothing_is_touched(ends, sampler, engine)
         receiver.poll_and_apply()
     assert (error.value.missing, error.value.unexpected) == (("q",), ("bias",))
     assert error.value.different == {"norm": ("float32[5]", "float32[4]")}
+    sender.update_weights({**weights(1), "norm": torch.ones(5)}, version=2)
+    with pytest.raises(ws.MismatchError, match="differ"):
+        receiver.poll_and_apply()
     assert not sampler.weights["qkv"].any()
 
 
@@ -82,7 +88,7 @@ def test_one_that_fails_half_way_goes_back(ends, sampler, engine, monkeypatch):
     sender.update_weights(weights(2), version=2)
     with pytest.raises(RuntimeError, match="no such kernel"):
         receiver.poll_and_apply()
-    assert (tries, receiver.state, sampler.generate(1)) == ([2, 1], "rolled back", 24)
+    assert (tries, receiver.state, sampler.generate(1)) == ([2, 1], "rolled back", 48)
 
 
 def test_what_differs_is_found(ends, sampler, engine):
@@ -96,7 +102,7 @@ def test_what_differs_is_found(ends, sampler, engine):
 
 
 def test_requests_are_not_answered_by_a_mix(ends, sampler, engine):
-    """R3: with constants, whole versions give multiples of 24."""
+    """R3: with constants, whole versions give multiples of 48."""
     sender, receiver = ends.pair(weights(1), engine)
     sender.attach(receiver)
     sender.update_weights(version=1)
@@ -114,7 +120,7 @@ def test_requests_are_not_answered_by_a_mix(ends, sampler, engine):
     finally:
         ended.set()
         thread.join(WAIT)
-    assert {answer % 24 for answer in answers} == {0.0}
+    assert {answer % 48 for answer in answers} == {0.0}
 
 
 def test_a_worker_reads_for_itself(ends, run_dir):
@@ -125,4 +131,4 @@ def test_a_worker_reads_for_itself(ends, run_dir):
     names = run(PAGE, "worker", run_dir, **given)
     names["load"](version, parts, WAIT)
     names["reader"].close()
-    assert all((part == 3).all() for part in parts.values())
+    assert [part[0, 0].item() for part in parts.values()] == [3, 6, 9]
