@@ -7,10 +7,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 
 
-def blocks(page):
-    """Name and text of each Python block; the name stands in a comment above it."""
+def blocks(page, language="python"):
+    """Name and text of each block of a language; the name stands in a comment above it."""
     text = (ROOT / page).read_text()
-    found = re.findall(r"(?:<!-- test: ([^>]*) -->\n)?```python\n(.*?)```", text, re.DOTALL)
+    found = re.findall(rf"(?:<!-- test: ([^>]*) -->\n)?```{language}\n(.*?)```", text, re.DOTALL)
     return dict(found)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import queue
-import re
 import shutil
 import socket
 import threading
@@ -14,7 +13,7 @@ import torch
 
 import weightsync as ws
 from tests.conftest import WAIT, Ends, assert_all_same, read
-from tests.docs import PAGES, ROOT, blocks, run
+from tests.docs import PAGES, blocks, run
 from tests.live import trainers
 from tests.live.world import World
 from tests.schemes.cuda_ipc.host import HostIPCScheme
@@ -36,12 +35,20 @@ WITH_FRAMEWORKS = {
     ("docs/integrations/ray.md", "ray"),  # tests/integrations/test_ray.py
     ("docs/integrations/trl.md", "trainer"),  # tests/integrations/test_trl.py
     ("docs/integrations/trl.md", "client"),
+    ("docs/migrating/torchrl.md", "collector, before"),  # tests/integrations/torchrl
+    ("docs/migrating/torchrl.md", "collector, after"),
+    ("docs/migrating/torchrl.md", "vllm, before"),
+    ("docs/migrating/torchrl.md", "vllm, after"),
+    ("docs/migrating/trl.md", "trainer, before"),  # tests/integrations/test_trl.py
+    ("docs/migrating/trl.md", "trainer, after"),
 }
 
 ONE_FILE = [  # tests/testing/test_one_file.py
     *(f"one file, {part}" for part in ("scheme", "head", "publisher", "subscriber", "snapshot")),
     *("one file, bytes", "one file, files", "suite"),
 ]
+
+ENGINE = ("sampler", "engine", "use", "worker")  # tests/test_docs_engine.py
 
 
 def test_every_block_has_a_name_by_which_it_is_tested():
@@ -64,6 +71,7 @@ def test_all_blocks_are_known_here():
         ("docs/sources.md", "options"),
         ("docs/sources.md", "ranks"),
         *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),
+        *(("docs/writing-an-engine.md", name) for name in ENGINE),
         ("docs/integrations/loops.md", "trainer's side"),
         ("docs/integrations/loops.md", "collector's side"),
         ("docs/integrations/loops.md", "switch"),
@@ -221,10 +229,3 @@ def test_ranks_of_a_trainer(run_dir, tmp_path):
         ranks(trainers.end_senders)
     finally:
         ranks.dispose()
-
-
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
-def test_links_lead_somewhere(page):
-    folder = (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
-        assert (folder / target).exists(), target

@@ -344,3 +344,33 @@ def test_the_client_of_the_page(server, run_dir, monkeypatch):
     names = page("docs/integrations/trl.md", "client", run_dir, url=server.url, model=model)
     assert same(server.policy, model)
     assert [len(tokens) for tokens in names["answer"]["completion_ids"]] == [4, 4]
+
+
+# ---------------------------------------------------------------- as migrated
+
+MIGRATING = "docs/migrating/trl.md"
+
+
+@pytest.fixture
+def given(server, tmp_path, monkeypatch):
+    """What both blocks of the page take from their reader; a tokenizer, which the model lacks."""
+    monkeypatch.setattr(
+        trl, "GRPOTrainer", functools.partial(trl.GRPOTrainer, processing_class=tokenizer())
+    )
+    arguments = configuration(trl.GRPOConfig, tmp_path, server.url, max_steps=1)
+    return {"model": policy(), "arguments": arguments, "reward": reward, "data": dataset()}
+
+
+def test_before_a_migration_trl_wants_a_gpu_to_sync(server, run_dir, given):
+    """As far as TRL goes on a CPU: to its own transfer."""
+    server.backend = "nccl"
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        page(MIGRATING, "trainer, before", run_dir, **given)
+
+
+def test_after_a_migration_both_ends_agree(server, run_dir, given, monkeypatch):
+    attached = functools.partial(integration.attach, engine=server.policy)
+    monkeypatch.setattr(integration, "attach", attached)
+    names = page(MIGRATING, "trainer, after", run_dir, **given)
+    assert max(logged(names["trainer"], "sampling/sampling_logp_difference/max")) < AGREE
+    assert not os.path.lexists(run_dir)

@@ -56,6 +56,8 @@ class StandIn:
                     "model_config": model,
                 }
             }
+        if route == "/get_world_size":
+            return {"world_size": 1}
         if route == "/reset_prefix_cache":
             self.reset += 1
             return {"success": True}
