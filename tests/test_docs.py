@@ -17,12 +17,13 @@ from tests.docs import PAGES, blocks, run
 from tests.live import trainers
 from tests.live.world import World
 from tests.schemes.cuda_ipc.host import HostIPCScheme
+from weightsync.deadline import Deadline
 from weightsync.version import Version
 
 WITH_VLLM = {
     ("README.md", "engine"),
-    ("docs/getting-started.md", "adapter, trainer"),
-    ("docs/getting-started.md", "adapter, engine"),
+    ("docs/adapters.md", "trainer"),
+    ("docs/adapters.md", "engine"),
     ("docs/engines.md", "AsyncLLM"),
     ("docs/gpu.md", "staged"),  # tests/vllm/test_plan_updates.py
     ("docs/engines.md", "server"),  # tests/vllm/forms/test_server.py
@@ -61,7 +62,9 @@ def test_all_blocks_are_known_here():
     tested = {
         ("README.md", "trainer"),
         ("docs/getting-started.md", "one process"),
-        ("docs/getting-started.md", "configuration"),
+        ("docs/getting-started.md", "trainer"),
+        ("docs/getting-started.md", "engine"),
+        ("docs/schemes.md", "configuration"),
         ("docs/engines.md", "replicas"),
         ("docs/engines.md", "guard"),
         ("docs/schemes.md", "nccl"),
@@ -89,8 +92,40 @@ def test_one_process(run_dir):
     run("docs/getting-started.md", "one process", run_dir, run_directory=run_dir)
 
 
+def test_two_processes(run_dir):
+    """With a thread for each."""
+    page = "docs/getting-started.md"
+    model, engine = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    generated, begun, ended = [], threading.Event(), threading.Event()
+    patience = Deadline(3 * WAIT)
+
+    def train(model):
+        begun.wait(WAIT)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    def generate(engine):
+        generated.append(engine.weight[0, 0].item())
+
+    def done():
+        begun.set()
+        same = torch.equal(engine.weight, model.weight)
+        return patience.expired or (ended.is_set() and same)
+
+    with ThreadPoolExecutor(1) as pool:
+        given = {"engine": engine, "done": done, "generate": generate}
+        receiving = pool.submit(run, page, "engine", run_dir, **given)
+        names = run(page, "trainer", run_dir, model=model, train=train)
+        ended.set()
+        receiving.result(4 * WAIT)
+    names["sender"].shutdown()
+    assert torch.equal(engine.weight, model.weight)
+    assert generated
+    assert generated == sorted(generated)
+
+
 def test_configuration(run_dir):
-    run("docs/getting-started.md", "configuration", run_dir)
+    run("docs/schemes.md", "configuration", run_dir)
 
 
 def test_several_engines_and_their_guard(run_dir, capsys):

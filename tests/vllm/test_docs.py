@@ -80,13 +80,13 @@ def test_adapters(path, tmp_path, small_engines):
     base = make_model(llama_config(num_hidden_layers=1), 3)
     base.save_pretrained(tmp_path)
     peft = make_adapter(base, seed=4)
-    trainer = run("docs/getting-started.md", "adapter, trainer", path, model=peft)
+    trainer = run("docs/adapters.md", "trainer", path, model=peft)
     given = {
         "path": str(tmp_path),
         "prompts": [{"prompt_token_ids": prompt} for prompt in PROMPTS],
         "sampling": SamplingParams(temperature=0, max_tokens=10, detokenize=False, ignore_eos=True),
     }
-    engine = run("docs/getting-started.md", "adapter, engine", path, **given)
+    engine = run("docs/adapters.md", "engine", path, **given)
     try:
         tokens = [list(answer.outputs[0].token_ids) for answer in engine["answers"]]
         assert tokens == expected(merged(peft)) != expected(base)
