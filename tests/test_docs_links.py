@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
+import weightsync as ws
 from tests.docs import PAGES, ROOT
 
 DOCUMENTS = [*PAGES, "CHANGELOG.md", "benchmarks/RESULTS.md"]
@@ -67,6 +68,14 @@ def test_every_page_is_in_the_navigation_once():
     listed = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     there = {str(PurePosixPath(page).relative_to("docs")) for page in PAGES if page != "README.md"}
     assert sorted(listed) == sorted(there | FROM_ELSEWHERE)
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = set()
+    for page in ROOT.glob("docs/reference/*.md"):
+        shown |= set(re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE))
+    for name, module in ws._PUBLIC.items():
+        assert f"{module}.{name}" in shown or module in shown, name
 
 
 def test_every_case_of_a_migration_is_in_the_test_that_is_named():
