@@ -1,8 +1,10 @@
 """What messages and reports call things."""
 
 import pytest
+import torch
 
-from weightsync.words import a_kind, by_reason, size
+import weightsync as ws
+from weightsync.words import a_kind, by_reason, size, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,29 @@ def test_things_of_one_reason_are_named_together_the_first_of_them():
         "1 more for other reasons"
     )
     assert by_reason({}) == ""
+
+
+def test_a_token_is_no_part_of_what_is_said_of_a_run():
+    one = ws.NCCLScheme(token="hidden words", backend="gloo")
+    several = ws.FallbackScheme([one, ws.DiskScheme("/tmp/run42", keep=7)])
+    for scheme in (one, several):
+        said = without_secrets(scheme.to_url())
+        assert "hidden" not in said
+        assert "words" not in said
+        assert "token=***" in said
+        assert f":{one.master_port}" in said
+    assert "keep=7" in said
+    assert without_secrets("shm:///dev/shm/run42?slots=3") == "shm:///dev/shm/run42?slots=3"
+
+
+def test_errors_that_name_a_run_do_not_tell_its_token(ends):
+    other = ws.NCCLScheme(backend="gloo", token="hidden")
+    sender, receiver = ends.pair({"a": torch.ones(1)}, {"a": torch.ones(1)})
+    with pytest.raises(ws.WeightSyncError, match="publishes to shm://") as attached:
+        sender.attach(other.create_receiver({"a": torch.ones(1)}))
+    with pytest.raises(ws.WeightSyncError) as switched:
+        receiver.switch(other, timeout=0.1)
+    with pytest.raises(ws.SchemeError, match="begins nothing") as parsed:
+        ws.scheme_from_url(f"{other.to_url()}#x")
+    for error in (attached, switched, parsed):
+        assert "hidden" not in str(error.value)

@@ -21,6 +21,7 @@ from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError, EngineUnusableError
 from weightsync.report import EngineReport, Seconds, State
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 log = logging.getLogger("weightsync")
 
@@ -277,14 +278,14 @@ class Fleet:
         try:
             self._each(lambda member: member.engine.leave(self._url), Deadline(LEAVING), self.alive)
         except Exception as error:
-            log.warning("%s is left: %s", self._url, words_of(error))
+            log.warning("%s is left: %s", without_secrets(self._url), words_of(error))
 
     def stay(self) -> None:
         """Have engines that can take updates of one run only take those of this one again."""
         try:
             self.join(Deadline(LEAVING))
         except Exception as error:
-            log.warning("staying in %s: %s", self._url, words_of(error))
+            log.warning("staying in %s: %s", without_secrets(self._url), words_of(error))
 
     def take_back(self, other: Fleet, held: Update | None) -> None:
         """The engines are to stay in this run: some have been given a version of the other's.

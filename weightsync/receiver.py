@@ -37,6 +37,7 @@ from weightsync.scheme_end import SchemeEnd
 from weightsync.switching import Destination
 from weightsync.transport import Snapshot
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -531,7 +532,8 @@ class Receiver(SchemeEnd):
         deadline = Deadline(timeout)
         scheme = as_scheme(scheme)
         if scheme == self.scheme:
-            raise WeightSyncError(f"receiver {self.id!r} follows {scheme.to_url()} already")
+            where = without_secrets(scheme.to_url())
+            raise WeightSyncError(f"receiver {self.id!r} follows {where} already")
         destination = Destination(scheme, self.id, self._fleet)
         tried: Version | None = None
         try:
@@ -544,7 +546,7 @@ class Receiver(SchemeEnd):
                 if report is not None:
                     return report
                 if deadline.expired:
-                    raise DeadlineError(f"{destination.url}: {tried} is announced, but not there")
+                    raise DeadlineError(f"{destination.where}: {tried} is announced, but not there")
                 self._stop.wait(_AGAIN)  # a newer one has taken its place
         except BaseException as error:
             if self._subscriber is not destination.subscriber:  # or an interrupt, just afterwards
@@ -559,7 +561,9 @@ class Receiver(SchemeEnd):
             self._require_connected()
             if deadline.expired:
                 seconds = f"{deadline.seconds:.1f} s"
-                raise DeadlineError(f"{destination.url}: no version to switch to within {seconds}")
+                raise DeadlineError(
+                    f"{destination.where}: no version to switch to within {seconds}"
+                )
 
     def _give_up(
         self, destination: Destination, tried: Version | None, error: BaseException

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from weightsync.errors import SchemeError
 from weightsync.transport import Publisher, Subscriber
-from weightsync.words import a_kind
+from weightsync.words import a_kind, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.receiver import Receiver
@@ -141,7 +141,8 @@ class WeightSyncScheme(ABC):
         """
         parts = urlsplit(url)
         if parts.fragment:
-            raise SchemeError(f"{url!r:.200}: '#' begins nothing here; write it as %23 in a path")
+            shown = without_secrets(f"{url!r:.200}")
+            raise SchemeError(f"{shown}: '#' begins nothing here; write it as %23 in a path")
         pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_ERRORS)
         options = _parse(cls, pairs, taken=_address_fields(cls))
         return cls.from_address(parts.netloc, unquote(parts.path, errors=_ERRORS), options)
@@ -185,7 +186,8 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
     except (ValueError, AttributeError):
         parts = None
     if parts is None or not parts.scheme or not isinstance(url, str):
-        raise SchemeError(f"not a URL of a scheme: {url!r:.200}; like shm:///dev/shm/run42")
+        shown = without_secrets(f"{url!r:.200}")
+        raise SchemeError(f"not a URL of a scheme: {shown}; like shm:///dev/shm/run42")
     return _find(parts.scheme).from_url(url)
 
 

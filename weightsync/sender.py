@@ -32,6 +32,7 @@ from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as
 from weightsync.together import follow, lead
 from weightsync.transport import Published
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -549,8 +550,8 @@ class Sender(SchemeEnd):
             raise WeightSyncError("receivers are attached to the sender of the trainer's rank 0")
         if receiver.scheme != self.scheme:
             raise WeightSyncError(
-                f"the receiver listens to {receiver.scheme.to_url()}, this sender publishes to "
-                f"{self.scheme.to_url()}"
+                f"the receiver listens to {without_secrets(receiver.scheme.to_url())}, this sender "
+                f"publishes to {without_secrets(self.scheme.to_url())}"
             )
         if receiver not in self._attached:
             self._attached.append(receiver)

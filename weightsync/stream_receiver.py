@@ -21,6 +21,7 @@ from weightsync.report import ReceiverReport, State
 from weightsync.scheme_end import SchemeEnd
 from weightsync.transport import Snapshot
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -132,8 +133,9 @@ class StreamReceiver(SchemeEnd):
                 seen = version
             if deadline.expired:
                 wanted = "" if at_least is None else f" as new as {at_least}"
+                where = without_secrets(self._url)
                 raise DeadlineError(
-                    f"receiver {self.id!r}: no version{wanted} came by {self._url} within "
+                    f"receiver {self.id!r}: no version{wanted} came by {where} within "
                     f"{deadline.seconds:.1f} s"
                 )
 

@@ -14,6 +14,7 @@ from weightsync.fleet import Fleet
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -32,6 +33,7 @@ class Destination:
     def __init__(self, scheme: WeightSyncScheme, id: str, fleet: Fleet) -> None:
         self.scheme = scheme
         self.url = scheme.for_workers(id).to_url()
+        self.where = without_secrets(self.url)
         self.subscriber = scheme.create_subscriber(id)
         self.fleet = fleet.beside(self.url)
         self._from = fleet
@@ -43,7 +45,7 @@ class Destination:
             WeightSyncError: the receiver has other engines, or is in another run, by now.
         """
         if fleet is not self._from:
-            raise WeightSyncError(f"{self.url}: the receiver was rebound, or switched, meanwhile")
+            raise WeightSyncError(f"{self.where}: the receiver was rebound, or switched, meanwhile")
 
     def enter(self, workers: int, deadline: Deadline) -> None:
         """Find the sender, and be known to it once ``join`` is done.
@@ -75,7 +77,7 @@ class Destination:
         try:
             self.subscriber.acknowledge(told)
         except (WeightSyncError, OSError) as error:
-            log.warning("%s cannot be told of %s: %s", self.url, status.receiver, error)
+            log.warning("%s cannot be told of %s: %s", self.where, status.receiver, error)
 
     def newest(self, deadline: Deadline) -> Version | None:
         """Its newest version, as soon as there is one. None: at the deadline."""

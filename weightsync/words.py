@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+_SECRET = re.compile(r"(?<=[?&;]token=)[^&;,#'\"\s]+")
 _UNITS = ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
 
 
@@ -19,6 +21,11 @@ def a_kind(value: object) -> str:
     """What a value is, with its article: ``a list``, ``an int``."""
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def without_secrets(url: str) -> str:
+    """A scheme's URL as messages and logs have it: ``nccl://10.0.0.5:29500?token=***``."""
+    return _SECRET.sub("***", url)
 
 
 def by_reason(reasons: Mapping[str, str], most: int = 3, named: int = 4) -> str:
