@@ -8,6 +8,7 @@ import yaml
 
 import weightsync as ws
 from tests.docs import PAGES, ROOT
+from tools.pages import flow_chart
 
 DOCUMENTS = [*PAGES, "CHANGELOG.md", "benchmarks/RESULTS.md"]
 FROM_ELSEWHERE = {"index.md", "changelog.md", "benchmarks/results.md"}
@@ -68,6 +69,10 @@ def test_every_page_is_in_the_navigation_once():
     listed = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     there = {str(PurePosixPath(page).relative_to("docs")) for page in PAGES if page != "README.md"}
     assert sorted(listed) == sorted(there | FROM_ELSEWHERE)
+
+
+def test_the_flow_chart_is_what_its_script_draws():
+    assert flow_chart.TARGET.read_text() == flow_chart.chart()
 
 
 def test_every_public_name_is_in_the_reference():

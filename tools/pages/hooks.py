@@ -64,7 +64,7 @@ def on_files(files: Any, config: Any) -> Any:
         if not path.startswith("docs/"):
             kind = path.rpartition(".")[2]
             text = (ROOT / path).read_text()
-            _add(files, config, path, f"# {path}\n\n```{kind}\n{text}\n```\n")
+            _add(files, config, path, f"# {path}\n\n~~~~~{kind}\n{text}\n~~~~~\n")
     return files
 
 
