@@ -7,6 +7,7 @@ and through a dict, so that it can stand in a configuration file or travel to an
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -17,12 +18,16 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from typing_extensions import Self
 
 from weightsync.errors import SchemeError
+from weightsync.inspection import RunStatus
+from weightsync.run.kind import RunKind
 from weightsync.transport import Publisher, Subscriber
 from weightsync.words import a_kind, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.receiver import Receiver
     from weightsync.sender import Sender
+
+log = logging.getLogger("weightsync")
 
 _REGISTRY: dict[str, type[WeightSyncScheme]] = {}
 _ENTRY_POINTS = "weightsync.schemes"
@@ -50,6 +55,9 @@ class WeightSyncScheme(ABC):
 
     address_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that the URL's address gives, besides those without a default."""
+
+    run_kind: ClassVar[RunKind | None] = None
+    """Of schemes whose runs are directories: how to tell them by what lies there, and clean up."""
 
     @abstractmethod
     def create_publisher(self) -> Publisher:
@@ -81,6 +89,16 @@ class WeightSyncScheme(ABC):
     @abstractmethod
     def from_address(cls, host: str, path: str, options: dict[str, Any]) -> Self:
         """The reverse of :meth:`address`, the options parsed already."""
+
+    def inspect(self) -> RunStatus:
+        """What the run looks like now, from outside; changes nothing, and needs neither end.
+
+        Optional: a scheme that has nothing to show need not have it.
+
+        Raises:
+            FileNotFoundError: there is no such run. SchemeError: this scheme cannot be looked at.
+        """
+        raise SchemeError(f"runs of scheme {self.url_scheme!r} cannot be looked at from outside")
 
     # ---------------------------------------------------------------- what users call
 
@@ -189,6 +207,18 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
         shown = without_secrets(f"{url!r:.200}")
         raise SchemeError(f"not a URL of a scheme: {shown}; like shm:///dev/shm/run42")
     return _find(parts.scheme).from_url(url)
+
+
+def known_schemes() -> list[type[WeightSyncScheme]]:
+    """All schemes that can be found by name. One that cannot be imported is left out."""
+    names = [*_BUILT_IN, *(point.name for point in entry_points(group=_ENTRY_POINTS)), *_REGISTRY]
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            found.append(_find(name))
+        except Exception as error:  # somebody else's module
+            log.warning("scheme %r cannot be used: %s", name, error)
+    return found
 
 
 def as_scheme(scheme: WeightSyncScheme | str) -> WeightSyncScheme:

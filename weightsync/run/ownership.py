@@ -97,7 +97,7 @@ class Ownership:
         if owned is None:
             raise SenderBusyError(
                 f"{self.path}: "
-                + busy_words(_owner(self.path), "give each trainer a path of its own")
+                + busy_words(_owner_at(self.path), "give each trainer a path of its own")
             )
         return owned
 
@@ -166,12 +166,20 @@ def epoch_of(run: Directory) -> int:
     return epoch if type(epoch) is int and 0 <= epoch < 1 << 53 else 0
 
 
-def _owner(path: str) -> dict[str, Any]:
+def owner_of(run: Directory) -> dict[str, Any]:
+    """What the last sender that owned a run wrote of itself; empty if that cannot be read."""
     try:
-        record = json.loads(Directory.open(path).read(SENDER_LOCK, MAX_RECORD))
+        record = json.loads(run.read(SENDER_LOCK, MAX_RECORD))
     except (OSError, ValueError, RecursionError, WeightSyncError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _owner_at(path: str) -> dict[str, Any]:
+    try:
+        return owner_of(Directory.open(path))
+    except (OSError, WeightSyncError):
+        return {}
 
 
 def _end(run: Directory, lock: Lock, at_end: Callable[[Directory], None] | None, pid: int) -> None:

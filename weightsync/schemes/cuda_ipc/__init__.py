@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weightsync.errors import SchemeError
+from weightsync.files import Directory
+from weightsync.inspection import RunStatus
 from weightsync.run.path import run_path
 from weightsync.scheme import WeightSyncScheme, register_scheme
 from weightsync.schemes.cuda_ipc.handles import CUDAExchange, Exchange
+from weightsync.schemes.cuda_ipc.inspection import ShownRuns
 from weightsync.schemes.cuda_ipc.publisher import CUDAIPCPublisher
 from weightsync.schemes.cuda_ipc.subscriber import CUDAIPCSubscriber
 from weightsync.transport import Publisher, Subscriber
@@ -35,6 +38,7 @@ class CUDAIPCScheme(WeightSyncScheme):
     """
 
     url_scheme: ClassVar[str] = "cuda-ipc"
+    run_kind: ClassVar[ShownRuns] = ShownRuns()
 
     path: str
     release: bool = False
@@ -57,6 +61,14 @@ class CUDAIPCScheme(WeightSyncScheme):
     def create_reader(self, rank: int, size: int) -> Subscriber:
         self.exchange().require()
         return self.create_subscriber()
+
+    def inspect(self) -> RunStatus:
+        """What is in the run's directory now; changes nothing, and needs no GPU.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+        """
+        return self.run_kind.inspect(Directory.open(self.path))
 
     def address(self) -> tuple[str, str]:
         return "", self.path

@@ -44,6 +44,14 @@ def lease_name(version: Version) -> str:
     return f"lease-{version.epoch}-{version.number}.lock"
 
 
+def is_table(name: str) -> bool:
+    return bool(_TABLE.match(name))
+
+
+def is_lease(name: str) -> bool:
+    return bool(_LEASE.match(name))
+
+
 @dataclass(frozen=True)
 class Head:
     """The version that may be read now.
@@ -80,7 +88,7 @@ class Head:
                 text(fields["digest"]),
                 float(fields["time"]),
             )
-            if not _TABLE.match(head.table):
+            if not is_table(head.table):
                 raise ValueError(f"no table is called {head.table!r:.80}")
         return head
 
@@ -174,7 +182,7 @@ def remove_weights(run: Directory) -> None:
     """Remove everything of ours but the records of who takes part."""
     run.discard(HEAD)
     for name in run.names():
-        if _TABLE.match(name) or _LEASE.match(name):
+        if is_table(name) or is_lease(name):
             run.discard(name)
 
 

@@ -14,11 +14,13 @@ from urllib.parse import unquote
 
 from weightsync.errors import SchemeError
 from weightsync.files import Directory
+from weightsync.inspection import RunStatus
 from weightsync.run.path import run_path
 from weightsync.run.records import MAX_RECORD
 from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.disk import names
 from weightsync.schemes.disk.commit import Commit
+from weightsync.schemes.disk.inspection import VersionRuns
 from weightsync.schemes.disk.publisher import DiskPublisher
 from weightsync.schemes.disk.subscriber import DiskSubscriber
 from weightsync.transport import Publisher, Subscriber
@@ -55,6 +57,7 @@ class DiskScheme(WeightSyncScheme):
     """
 
     url_scheme: ClassVar[str] = "disk"
+    run_kind: ClassVar[VersionRuns] = VersionRuns()
 
     path: str
     keep: int = 3
@@ -107,6 +110,20 @@ class DiskScheme(WeightSyncScheme):
 
             return RemoteSubscriber(self, receiver)
         return DiskSubscriber(self, receiver)
+
+    def inspect(self) -> RunStatus:
+        """What is in the run's directory, or in the store, now; changes nothing.
+
+        A first look at a store takes until a beat of the sender was seen, or ``patience`` is over.
+
+        Raises:
+            FileNotFoundError: there is no such run. WeightSyncError: the store's own words.
+        """
+        if self.is_remote:
+            from weightsync.schemes.disk.remote_inspection import inspect_store
+
+            return inspect_store(self)
+        return self.run_kind.inspect(Directory.open(self.reader_path or self.path))
 
     def newest(self) -> Version | None:
         """The newest version there is, whether or not its sender is alive; None before the first.

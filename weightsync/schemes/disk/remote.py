@@ -76,7 +76,7 @@ class RemotePublisher(Publisher):
         self._store = Store(scheme.path)
         self._pulse: Pulse | None = None
         self._epoch = 0
-        self._records = _RecordObjects(self._store, scheme.patience)
+        self._records = RecordObjects(self._store, scheme.patience)
         self._receivers = Receivers(self._records, lambda: self._epoch)
         self._history = History(scheme.shard_bytes)
         self._copier = write_copier(scheme.threads)
@@ -89,7 +89,7 @@ class RemotePublisher(Publisher):
             return self._epoch
         former = self._wait_until_free(deadline)
         self._history.found(_head_of(self._store, deadline))
-        seen = [version.epoch for version in _versions(self._store, deadline)]
+        seen = [version.epoch for version in store_versions(self._store, deadline)]
         seen += [self._history.version.epoch] if self._history.version else []
         self._begin(epoch, max([former, self._epoch, *seen]), deadline)
         self._sweep(deadline)
@@ -148,7 +148,7 @@ class RemotePublisher(Publisher):
     def _sweep(self, deadline: Deadline) -> None:
         """Remove what a dead sender has not announced, and what ended receivers said."""
         head = self._history.version
-        for version in _versions(self._store, deadline):
+        for version in store_versions(self._store, deadline):
             folder = names.version_name(version)
             half = names.RECORD not in self._store.names(folder, deadline)
             if half or (head is not None and version > head):
@@ -250,7 +250,7 @@ class RemotePublisher(Publisher):
 
     def _retire(self, deadline: Deadline) -> None:
         try:
-            for version in _versions(self._store, deadline)[: -self._scheme.keep]:
+            for version in store_versions(self._store, deadline)[: -self._scheme.keep]:
                 if version != self._history.version:
                     _remove(self._store, version, deadline)
         except WeightSyncError as error:  # the version is published all the same
@@ -278,7 +278,7 @@ class RemotePublisher(Publisher):
     def _remove_all(self, deadline: Deadline) -> None:
         with contextlib.suppress(WeightSyncError):
             self._store.remove(names.HEAD, deadline)
-            for version in _versions(self._store, deadline):
+            for version in store_versions(self._store, deadline):
                 _remove(self._store, version, deadline)
             for name in self._store.names(RECEIVERS, deadline):
                 if name.endswith(".json") and is_receiver_id(name[:-5]):
@@ -291,7 +291,7 @@ class RemotePublisher(Publisher):
         self._pulse.require_ours(deadline)
 
 
-class _RecordObjects(Records):
+class RecordObjects(Records):
     """What receivers say, and whether they still beat."""
 
     def __init__(self, store: Store, patience: float) -> None:
@@ -470,7 +470,7 @@ def _head_of(store: Store, deadline: Deadline) -> Commit | None:
         return None
 
 
-def _versions(store: Store, deadline: Deadline) -> list[Version]:
+def store_versions(store: Store, deadline: Deadline) -> list[Version]:
     found = map(names.version_of, store.names("", deadline))
     return sorted(version for version in found if version is not None)
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from weightsync.errors import SchemeError
+from weightsync.files import Directory
+from weightsync.inspection import RunStatus
 from weightsync.run.path import run_path
 from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.double_buffer import layout
-from weightsync.schemes.double_buffer.inspection import RunStatus, inspect_run
+from weightsync.schemes.double_buffer.inspection import SlotRuns
 from weightsync.schemes.double_buffer.publisher import DoubleBufferPublisher
 from weightsync.schemes.double_buffer.subscriber import DoubleBufferSubscriber
 from weightsync.transport import Publisher, Subscriber
@@ -40,6 +42,7 @@ class DoubleBufferScheme(WeightSyncScheme):
     """
 
     url_scheme: ClassVar[str] = "shm"
+    run_kind: ClassVar[SlotRuns] = SlotRuns()
 
     path: str
     slots: int = 2
@@ -74,7 +77,7 @@ class DoubleBufferScheme(WeightSyncScheme):
         Raises:
             FileNotFoundError: there is no such directory.
         """
-        return inspect_run(self.path)
+        return self.run_kind.inspect(Directory.open(self.path))
 
     def address(self) -> tuple[str, str]:
         return "", self.path

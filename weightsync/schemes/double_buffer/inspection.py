@@ -1,112 +1,77 @@
-"""Looking at a run from outside: what is published, where, and who holds what."""
+"""What a run of slots looks like from outside."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from functools import lru_cache, partial
 
-from weightsync.errors import WeightSyncError
-from weightsync.files import Directory, is_locked, lock_kinds
+from weightsync.errors import ManifestError
+from weightsync.files import Directory
+from weightsync.inspection import RunStatus, SlotStatus
 from weightsync.manifest import Manifest
-from weightsync.report import ReceiverReport
-from weightsync.run.receivers import read_receivers
-from weightsync.run.records import MAX_RECORD, SENDER_LOCK
+from weightsync.run.kind import RunKind
+from weightsync.run.look import Look, lease_state
+from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
-from weightsync.version import Version
+from weightsync.schemes.double_buffer.removal import remove_unread
+
+_SLOT_LOCK = re.compile(r"slot\d{1,2}\.lock\Z", re.ASCII)
 
 
-@dataclass(frozen=True)
-class SlotStatus:
-    """One slot of a generation.
+class SlotRuns(RunKind):
+    """Runs of the double buffer: generations, and a head that says where the newest lies."""
 
-    Attributes:
-        version: the whole version it holds; None while it is written or was never written.
-        state: ``free``, ``leased`` by readers, or ``written``: the sender is at it. Processes of
-            other hosts are not seen.
-        nbytes: bytes the file occupies.
-    """
+    def recognises(self, run: Directory) -> bool:
+        return bool(_generations(run))
 
-    generation: str
-    slot: int
-    version: Version | None
-    state: str
-    nbytes: int
+    def inspect(self, run: Directory) -> RunStatus:
+        look = Look(run)
+        head = look.record(layout.HEAD, Commit.from_json)
+        tensors = head and look.attempt(lambda: _count_tensors(run, head.generation))
+        slots: list[SlotStatus] = []
+        for name in _generations(run):
+            slots += look.attempt(partial(_slots, look, name)) or []
+        nbytes = head.nbytes if head else 0
+        return look.status("shm", head, tensors or 0, nbytes, slots)
 
+    def leases(self, run: Directory) -> list[tuple[Directory, str]]:
+        generations = [run.subdirectory(name) for name in _generations(run)]
+        return [(g, name) for g in generations for name in g.names() if _SLOT_LOCK.match(name)]
 
-@dataclass(frozen=True)
-class RunStatus:
-    """A run's directory at one moment.
+    def sweep(self, run: Directory) -> None:
+        remove_temporaries(run)
 
-    Attributes:
-        version: the newest whole version; None if there is none yet.
-        sender_alive: whether a live process owns the run.
-        time: when the newest version was committed, in seconds since 1970.
-        problems: what could not be read, and why.
-    """
-
-    path: str
-    version: Version | None
-    sender_alive: bool
-    time: float | None
-    tensors: int
-    nbytes: int
-    slots: tuple[SlotStatus, ...]
-    receivers: tuple[ReceiverReport, ...]
-    problems: tuple[str, ...]
+    def remove(self, run: Directory) -> None:
+        remove_unread(run)
 
 
-def inspect_run(path: str) -> RunStatus:
-    run = Directory.open(path)
-    problems: list[str] = []
-    head: Commit | None = None
-    tensors = 0
+def _generations(run: Directory) -> list[str]:
+    return [name for name in run.names() if layout.generation_number(name) is not None]
+
+
+def _count_tensors(run: Directory, generation: str) -> int:
+    data = run.subdirectory(generation).read(layout.MANIFEST, layout.MAX_MANIFEST)
     try:
-        head = Commit.from_json(run.read(layout.HEAD, MAX_RECORD), layout.HEAD)
-        data = run.subdirectory(head.generation).read(layout.MANIFEST, layout.MAX_MANIFEST)
-        tensors = len(Manifest.from_json(data).tensors)
-    except FileNotFoundError:
-        pass
-    except WeightSyncError as error:
-        problems.append(str(error))
-    slots: list[SlotStatus] = []
-    for name in run.names():
-        if layout.generation_number(name) is not None:
-            try:
-                slots += _slots(run.subdirectory(name), name, problems)
-            except (FileNotFoundError, WeightSyncError) as error:
-                problems.append(str(error))
-    return RunStatus(
-        path,
-        head.version if head else None,
-        is_locked(run, SENDER_LOCK),
-        head.time if head else None,
-        tensors,
-        head.nbytes if head else 0,
-        tuple(slots),
-        tuple(read_receivers(run)),
-        tuple(problems),
-    )
+        return _tensors_in(data)
+    except ManifestError as error:
+        raise ManifestError(f"{run.path}/{generation}/{layout.MANIFEST}: {error}") from None
 
 
-def _slots(generation: Directory, name: str, problems: list[str]) -> list[SlotStatus]:
+@lru_cache(maxsize=4)  # one of 20,000 tensors takes longer than all the rest of a look
+def _tensors_in(manifest: bytes) -> int:
+    return len(Manifest.from_json(manifest).tensors)
+
+
+def _slots(look: Look, name: str) -> list[SlotStatus]:
+    generation = look.run.subdirectory(name)
     found = []
     for number in range(layout.MAX_SLOTS):
         status = generation.status(layout.slot_bytes(number))
         if status is None:
             break
-        version = None
-        try:
-            record = layout.slot_record(number)
-            version = Commit.from_json(generation.read(record, MAX_RECORD), record).version
-        except FileNotFoundError:
-            pass
-        except WeightSyncError as error:
-            problems.append(f"{generation.path}: {error}")
-        found.append(SlotStatus(name, number, version, _state(generation, number), status.st_size))
+        record = look.record(layout.slot_record(number), Commit.from_json, generation)
+        version = record.version if record else None
+        state = lease_state(generation, layout.slot_lock(number))
+        found.append(SlotStatus(name, number, version, state, status.st_size))
     return found
-
-
-def _state(generation: Directory, number: int) -> str:
-    status = generation.status(layout.slot_lock(number))
-    kinds = lock_kinds(status.st_ino) if status else set()
-    return "written" if "WRITE" in kinds else "leased" if "READ" in kinds else "free"

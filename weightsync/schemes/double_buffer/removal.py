@@ -31,6 +31,16 @@ def _empty_generation(generation: Directory) -> None:
         generation.remove(entry)
 
 
+def remove_unread(run: Directory) -> None:
+    """Remove everything that is ours, but generations of which somebody reads a slot."""
+    run.discard(layout.HEAD)
+    generations = [name for name in run.names() if layout.generation_number(name) is not None]
+    for name in generations:
+        remove_generation(run, name)
+    if all(run.status(name) is None for name in generations):
+        remove_rest(run)
+
+
 def remove_run(run: Directory) -> None:
     """Remove everything that is ours. Mappings of readers stay valid, names are free at once."""
     run.discard(layout.HEAD)

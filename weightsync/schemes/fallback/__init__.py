@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import quote, unquote
 
-from weightsync.errors import SchemeError
+from weightsync.errors import SchemeError, WeightSyncError
+from weightsync.inspection import RunStatus
 from weightsync.scheme import (
     WeightSyncScheme,
     register_scheme,
@@ -21,6 +22,7 @@ from weightsync.scheme import (
     scheme_from_url,
 )
 from weightsync.schemes.fallback.faults import FAULTS, words_of
+from weightsync.schemes.fallback.inspection import as_one
 from weightsync.schemes.fallback.link import Link
 from weightsync.schemes.fallback.publisher import FallbackPublisher
 from weightsync.schemes.fallback.route import Route
@@ -111,6 +113,10 @@ class FallbackScheme(WeightSyncScheme):
             raise failed[0]
         return FallbackSubscriber(links)
 
+    def inspect(self) -> RunStatus:
+        """What each of its schemes shows, and all of them together. See ``RunStatus.members``."""
+        return as_one([_shown(scheme) for scheme in self.schemes])
+
     # ---------------------------------------------------------------- URL and dict
 
     def _options(self) -> dict[str, Any]:
@@ -145,6 +151,16 @@ def _scheme(value: object) -> WeightSyncScheme:
     if isinstance(value, FallbackScheme):
         raise SchemeError("a fallback in a fallback: list its schemes in the outer one")
     return value
+
+
+def _shown(scheme: WeightSyncScheme) -> RunStatus:
+    try:
+        return scheme.inspect()
+    except (OSError, WeightSyncError) as error:
+        where = "".join(scheme.address())
+        if isinstance(error, FileNotFoundError):
+            return RunStatus(scheme.url_scheme, where, sender_alive=False)
+        return RunStatus(scheme.url_scheme, where, problems=(str(error),))
 
 
 def _escaped(url: str) -> str:

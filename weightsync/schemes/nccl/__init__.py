@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from weightsync.errors import SchemeError
+from weightsync.inspection import RunStatus
 from weightsync.scheme import WeightSyncScheme, register_scheme, require_int
 from weightsync.schemes.nccl.endpoint import Endpoint, reserve_port
 from weightsync.schemes.nccl.topology import ranks_of, size_of
@@ -176,6 +177,15 @@ class NCCLScheme(WeightSyncScheme):
     def purpose(self) -> str:
         # Each rank may have taken a free port of its own; rank 0's is the one that counts.
         return f"nccl://{self.master_address}"
+
+    def inspect(self) -> RunStatus:
+        """What the sender at this address tells a visitor; it sends and waits for nobody more.
+
+        Nothing but the sender knows of such a run: without one there is nothing to see.
+        """
+        from weightsync.schemes.nccl.inspection import inspect_sender
+
+        return inspect_sender(self)
 
     def address(self) -> tuple[str, str]:
         return str(Endpoint(self.master_address, self.port)), ""

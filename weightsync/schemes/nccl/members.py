@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, SchemeError
@@ -13,6 +14,7 @@ from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.run.records import is_receiver_id, report_from_json
 from weightsync.schemes.nccl.control import Connection, Message, Refused
+from weightsync.schemes.nccl.inspection import status_message
 from weightsync.schemes.nccl.topology import require_distinct
 from weightsync.version import Version
 
@@ -105,6 +107,9 @@ class Members:
         backend, device: the sender's own, which the others' must fit.
         workers: how many processes the replicas have, in any order; None if that is not known.
         epoch: the sender's.
+
+    Attributes:
+        newest: what visitors are told of the last version.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Members:
         self._device = device
         self._workers = workers
         self.epoch = epoch
+        self.newest: dict[str, Any] | None = None
         self._by_id: dict[str, Member] = {}
         self._early: dict[tuple[str, int], Peer] = {}
         self._steps = 0
@@ -124,6 +130,10 @@ class Members:
 
     def serve(self, hello: Message, connection: Connection) -> None:
         """Run one connection until it is over."""
+        if hello["role"] == "visitor":
+            connection.welcome()
+            connection.send(status_message(self.newest, self.reports()))
+            return
         receiver = hello["receiver"]
         if not isinstance(receiver, str) or not is_receiver_id(receiver):
             raise Refused(f"not a receiver's id: {receiver!r:.120}")

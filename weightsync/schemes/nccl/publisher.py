@@ -22,6 +22,7 @@ from weightsync.schemes.nccl import windows
 from weightsync.schemes.nccl.buckets import Bucket, Packer, Summary
 from weightsync.schemes.nccl.control import Server
 from weightsync.schemes.nccl.endpoint import Endpoint, is_loopback
+from weightsync.schemes.nccl.inspection import newest
 from weightsync.schemes.nccl.members import Member, Members
 from weightsync.schemes.nccl.reader import IN_FLIGHT
 from weightsync.schemes.nccl.topology import device_identity
@@ -162,6 +163,7 @@ class NCCLPublisher(Publisher):
             raise
         changed = summary.changed_since(self._summary)
         self._last, self._summary = version, summary
+        members.newest = newest(version, inventory.manifest)
         for member in transfer.replicas:
             if not members.announce(member, version, inventory.manifest):
                 transfer.lost[member.id] = False, "its process is gone"
