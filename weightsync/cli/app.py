@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import weightsync
+from weightsync.cli.inspect import inspect
 
 app = typer.Typer(
     name="weightsync",
@@ -30,3 +31,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+app.command()(inspect)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,10 +19,22 @@ from weightsync.errors import WeightSyncError
 FOUND = 1
 REFUSED = 2
 
+Json = Annotated[bool, typer.Option("--json", help="Answer with JSON, for scripts.")]
+
 
 def console() -> Console:
     """Of stdout: in colours on a terminal, plain text elsewhere."""
     return Console(highlight=False)
+
+
+def seconds_words(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``5 min``, ``3 h``, ``12 days``."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    for unit, one, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < one * most:
+            return f"{seconds / one:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
 
 
 def emit(document: dict[str, Any]) -> None:

@@ -1,0 +1,103 @@
+"""``weightsync inspect``: what a run looks like from outside, once or as it changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightsync.cli.output import FOUND, Json, console, emit, refusals
+from weightsync.cli.target import Target
+
+if TYPE_CHECKING:
+    from weightsync.inspection import RunStatus
+
+_EVERY = 0.5
+"""Seconds between two looks."""
+
+_WRONG = ("dead", "failed", "unusable")
+
+
+def inspect(
+    target: Target,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a run: its versions, its sender, and where its receivers stand.
+
+    Exit code 1: something could not be read, or a receiver is dead, failed or unusable. With
+    --watch --json there is one line for each change.
+    """
+    from weightsync.cli.target import inspect as look
+
+    with refusals(as_json):
+        status = look(target)
+        if not watch:
+            _show(status, as_json)
+            raise typer.Exit(FOUND if _is_wrong(status) else 0)
+        with suppress(KeyboardInterrupt):
+            if as_json:
+                _print_changes(target, status)
+            else:
+                _show_changes(target, status)
+
+
+def _is_wrong(status: RunStatus) -> bool:
+    members = any(map(_is_wrong, status.members))
+    return bool(status.problems) or members or any(r.state in _WRONG for r in status.receivers)
+
+
+def _show(status: RunStatus, as_json: bool) -> None:
+    if as_json:
+        emit(status.to_dict(time.time()))
+    else:
+        from weightsync.cli.run_view import view
+
+        console().print(view(status, time.time()))
+
+
+def _looks(target: str, first: RunStatus) -> Iterator[RunStatus | str]:
+    """The run again and again, or words of why it cannot be seen just now."""
+    from weightsync.cli.target import inspect as look
+    from weightsync.errors import WeightSyncError
+
+    yield first
+    while True:
+        time.sleep(_EVERY)
+        try:
+            yield look(target)
+        except FileNotFoundError:
+            yield "the run is gone: its sender has ended"
+        except (OSError, WeightSyncError) as error:
+            yield str(error)
+
+
+def _print_changes(target: str, first: RunStatus) -> None:
+    former: dict[str, Any] | None = None
+    for seen in _looks(target, first):
+        document = {"path": target, "error": seen} if isinstance(seen, str) else seen.to_dict()
+        if document != former:
+            now = time.time()
+            typer.echo(json.dumps(document if isinstance(seen, str) else seen.to_dict(now)))
+            former = document
+
+
+def _show_changes(target: str, first: RunStatus) -> None:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from weightsync.cli.run_view import view
+
+    last = first
+    with Live(console=console(), auto_refresh=False) as live:
+        for seen in _looks(target, first):
+            if isinstance(seen, str):
+                shown = Group(Text(seen, style="yellow"), Text(), view(last, time.time()))
+            else:
+                last, shown = seen, Group(view(seen, time.time()))
+            live.update(shown, refresh=True)

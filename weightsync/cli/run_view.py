@@ -1,0 +1,135 @@
+"""A run as people see it in a terminal: a few lines, and two tables."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from weightsync.cli.output import seconds_words
+from weightsync.inspection import Lag, RunStatus, SlotStatus
+from weightsync.report import ReceiverReport
+from weightsync.version import Version
+from weightsync.words import size
+
+_COLOURS = {
+    "applied": "green",
+    "connected": "cyan",
+    "leased": "cyan",
+    "written": "yellow",
+    "waiting": "yellow",
+    "rolled back": "yellow",
+    "unusable": "red",
+    "failed": "red",
+    "dead": "red",
+}
+
+
+def view(status: RunStatus, now: float) -> RenderableType:
+    """
+    Args:
+        now: seconds since 1970.
+    """
+    parts: list[RenderableType] = [_facts(status, now)]
+    if status.slots:
+        parts += [Text(), _slots(status)]
+    if status.receivers:
+        parts += [Text(), _receivers(status, now)]
+        for report in status.receivers:
+            parts += [Text(f"{report.receiver}: {words}", style="red") for words in _words(report)]
+    for member in status.members:
+        parts += [Text(), Padding(view(member, now), (0, 0, 0, 2))]
+    return Group(*parts)
+
+
+def _facts(status: RunStatus, now: float) -> Table:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("run", Text(f"{status.path} ({status.scheme})"))
+    facts.add_row("version", _newest(status, now))
+    facts.add_row("sender", _sender(status))
+    if not status.receivers:
+        facts.add_row("receivers", Text("none", style="dim"))
+    for problem in status.problems:
+        facts.add_row(Text("problem", style="red"), Text(problem, style="red"))
+    for words in status.unseen:
+        facts.add_row("not seen", Text(words, style="dim"))
+    return facts
+
+
+def _newest(status: RunStatus, now: float) -> Text:
+    if status.version is None:
+        return Text("none yet" if not status.problems else "not known", style="yellow")
+    words = f"{status.version.number} of epoch {status.version.epoch}"
+    if status.tensors:
+        words += f", {size(status.nbytes)} in {status.tensors:,} tensors"
+    if status.time is not None:
+        words += f", {seconds_words(now - status.time)} ago"
+    return Text(words)
+
+
+def _sender(status: RunStatus) -> Text:
+    who = f": {status.sender}" if status.sender else ""
+    if status.sender_alive is None:
+        return Text(f"not known whether it is alive{who}", style="yellow")
+    if status.sender_alive:
+        return Text(f"alive{who}", style="green")
+    return Text(f"none is alive (the last: {status.sender})" if who else "none", style="yellow")
+
+
+def _table(*columns: str, folded: tuple[str, ...]) -> Table:
+    """Where a terminal is narrow, long names are folded, and the other columns stay whole."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name not in folded)
+    return table
+
+
+def _slots(status: RunStatus) -> Table:
+    table = _table("slot", "version", "state", "size", folded=("slot",))
+    for slot in status.slots:
+        nbytes = "" if slot.nbytes is None else size(slot.nbytes)
+        table.add_row(Text(slot.place), _number(slot.version, status), _state(slot), nbytes)
+    return table
+
+
+def _state(of: SlotStatus | ReceiverReport) -> Text:
+    return Text(of.state, style=_COLOURS.get(of.state, ""))
+
+
+def _receivers(status: RunStatus, now: float) -> Table:
+    columns = "receiver", "state", "holds", "behind", "process"
+    table = _table(*columns, folded=("receiver", "process"))
+    for report in status.receivers:
+        table.add_row(
+            Text(report.receiver),
+            _state(report),
+            _number(report.version, status),
+            _behind(status.lag(report, now)),
+            Text(f"{report.pid} on {report.host}" if report.pid else "", style="dim"),
+        )
+    return table
+
+
+def _words(report: ReceiverReport) -> list[str]:
+    own = [report.error] if report.error else []
+    several = report.engines if len(report.engines) > 1 else ()
+    return own + [str(engine) for engine in several if engine.state not in ("applied", "connected")]
+
+
+def _number(version: Version | None, status: RunStatus) -> Text:
+    """The number alone, of the newest version's epoch; of another both."""
+    if version is None:
+        return Text("-", style="dim")
+    same = status.version is not None and version.epoch == status.version.epoch
+    return Text(str(version.number if same else version))
+
+
+def _behind(lag: Lag | None) -> Text:
+    if lag is None:
+        return Text("-", style="dim")
+    count = "all" if lag.versions is None else str(lag.versions)
+    words = count if lag.seconds is None else f"{count}, {seconds_words(lag.seconds)}"
+    return Text(words, style="yellow")
