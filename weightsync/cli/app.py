@@ -8,6 +8,7 @@ import typer
 
 import weightsync
 from weightsync.cli.inspect import inspect
+from weightsync.cli.verify import verify
 
 app = typer.Typer(
     name="weightsync",
@@ -34,3 +35,4 @@ def _options(
 
 
 app.command()(inspect)
+app.command()(verify)

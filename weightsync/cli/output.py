@@ -51,5 +51,6 @@ def refusals(as_json: bool = False) -> Iterator[None]:
         if as_json:
             emit({"error": str(error)})
         else:
-            Console(stderr=True, highlight=False).print(f"weightsync: {error}", markup=False)
+            words = f"weightsync: {error}"
+            Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
         raise typer.Exit(REFUSED) from None
