@@ -41,8 +41,8 @@ def verify(
     """
     with refusals(as_json):
         try:
-            with version_at(target, version) as snapshot:
-                document = _verify(target, snapshot, against)
+            with version_at(target, version) as leased:
+                document = _verify(target, leased.snapshot, against)
         except (CorruptError, ProtocolError, ManifestError) as error:
             document = {"target": target, "version": None, "good": False, "error": str(error)}
         if as_json:

@@ -27,8 +27,19 @@ _SECONDS = 60.0
 """For a lease, and for an object store to hand out a version."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Leased:
+    """
+    Attributes:
+        folder: of this host, in which the version's files lie; None: it is in memory, or far away.
+    """
+
+    snapshot: Snapshot
+    folder: str | None
+
+
 @contextmanager
-def version_at(target: str, wanted: str | None) -> Iterator[Snapshot]:
+def version_at(target: str, wanted: str | None) -> Iterator[Leased]:
     """Lease a version of a run.
 
     Args:
@@ -48,9 +59,16 @@ def version_at(target: str, wanted: str | None) -> Iterator[Snapshot]:
     subscriber = scheme.create_subscriber()
     try:
         with subscriber.snapshot(version, Deadline(_SECONDS)) as snapshot:
-            yield snapshot
+            yield Leased(snapshot, _folder(scheme, version))
     finally:
         subscriber.close()
+
+
+def _folder(scheme: WeightSyncScheme, version: Version) -> str | None:
+    from weightsync.schemes.disk import DiskScheme
+
+    local = isinstance(scheme, DiskScheme) and not scheme.is_remote
+    return scheme.directory(version) if local else None  # type: ignore[attr-defined]
 
 
 def _holder(scheme: WeightSyncScheme) -> tuple[WeightSyncScheme, RunStatus]:

@@ -49,6 +49,11 @@ _DTYPES = {
 """Those that ``safetensors.torch`` reads back as they were."""
 
 
+def is_portable(dtype: torch.dtype) -> bool:
+    """Whether any safetensors loader reads tensors of this dtype back as they were."""
+    return dtype in _DTYPES
+
+
 @dataclass(frozen=True)
 class Shard:
     """One file.

@@ -39,6 +39,40 @@ class Written:
     finish: Callable[[Commit], None]
 
 
+def write_shards(
+    directory: Directory,
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    copier: Copier,
+    deadline: Deadline,
+    *,
+    direct: Callable[[int], bool],
+    durable: bool,
+) -> tuple[Digests, float]:
+    """Write the files that hold the tensors, and nothing else.
+
+    Args:
+        direct: whether a file of so many bytes is written past the page cache.
+
+    Returns:
+        The digest of every chunk, and the seconds that the source took.
+
+    Raises:
+        NoRoomError: there is too little room. SourceError, DeadlineError: see
+            :class:`~weightsync.intake.Intake`.
+    """
+    with ExitStack() as opened:
+        targets = []
+        for shard in checkpoint.layout.shards:
+            targets.append(Target(directory, shard, direct(shard.size), durable))
+            opened.callback(targets[-1].close)
+        writer = VersionWriter(checkpoint, targets, copier, deadline)
+        extract = write_all(writer, inventory, deadline)
+        digests = writer.digests()
+        copier.each(len(targets), lambda which: targets[which].finish())
+    return digests, extract
+
+
 def write_version(
     directory: Directory,
     checkpoint: Checkpoint,
@@ -53,17 +87,15 @@ def write_version(
         NoRoomError: there is too little room. SourceError, DeadlineError: see
             :class:`~weightsync.intake.Intake`.
     """
-    with ExitStack() as opened:
-        targets = []
-        for shard in checkpoint.layout.shards:
-            targets.append(
-                Target(directory, shard, scheme.writes_direct(shard.size), scheme.durable)
-            )
-            opened.callback(targets[-1].close)
-        writer = VersionWriter(checkpoint, targets, copier, deadline)
-        extract = write_all(writer, inventory, deadline)
-        digests = writer.digests()
-        copier.each(len(targets), lambda which: targets[which].finish())
+    digests, extract = write_shards(
+        directory,
+        checkpoint,
+        inventory,
+        copier,
+        deadline,
+        direct=scheme.writes_direct,
+        durable=scheme.durable,
+    )
     files = {name: data for name, data in inventory.extras().items() if names.is_extra(name)}
     if checkpoint.index is not None:
         files[names.INDEX] = checkpoint.index
