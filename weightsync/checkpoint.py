@@ -186,6 +186,18 @@ def _inventory(
     return Inventory(manifest, [None] * count, np.zeros(count, dtype=np.int64), stream)
 
 
+def discard_unfinished(path: str) -> None:
+    """Remove what a killed process has left half-written, if no living one is at it.
+
+    Raises:
+        WeightSyncError, OSError: it cannot be opened, or removed.
+    """
+    lock = Lock(Directory.open(path), LOCK)
+    if lock.try_exclusive():
+        shutil.rmtree(path)
+    lock.release()
+
+
 # -------------------------------------------------------------------- its place
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import weightsync
+from weightsync.cli.clean import clean
 from weightsync.cli.export import export
 from weightsync.cli.inspect import inspect
 from weightsync.cli.verify import verify
@@ -38,3 +39,4 @@ def _options(
 app.command()(inspect)
 app.command()(verify)
 app.command()(export)
+app.command()(clean)

@@ -33,9 +33,12 @@ class RunKind(ABC):
         """The files that those who read lock, shared: the directory and the name of each."""
 
     @abstractmethod
-    def sweep(self, run: Directory) -> None:
-        """Remove what a dead sender has left unfinished; its lock is held by the caller."""
-
-    @abstractmethod
     def remove(self, run: Directory) -> None:
         """Remove all that is ours and that nobody reads; its sender's lock is held by the caller."""
+
+    def unfinished(self, run: Directory) -> list[str]:
+        """The names of what a dead sender has left that never became a version."""
+        return []
+
+    def sweep(self, run: Directory) -> None:
+        """Remove that; its sender's lock is held by the caller."""

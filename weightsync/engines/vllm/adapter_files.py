@@ -23,7 +23,7 @@ from weightsync.sources.adapter import CONFIG_NAME
 from weightsync.transport import Snapshot
 from weightsync.vllm_worker.adapters import LOCK_NAME
 
-_PREFIX = "weightsync-adapter-"
+PREFIX = "weightsync-adapter-"
 _TENSORS_NAME = "adapter_model.safetensors"
 _CURRENT = "current"
 _NAMES = (_TENSORS_NAME, CONFIG_NAME, _CURRENT, LOCK_NAME)
@@ -41,7 +41,7 @@ class _Own:
     def __init__(self, place: str, owner: object, stays: bool) -> None:
         while True:
             try:
-                self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+                self.path = tempfile.mkdtemp(prefix=PREFIX, dir=place)
             except OSError as error:
                 raise EngineError(f"{place}: {error.strerror or error}") from None
             self._lock = Lock(Directory.open(self.path), LOCK_NAME, create=True)
@@ -113,11 +113,12 @@ def remove_leftovers(directory: str | None = None) -> None:
     for place in _places(directory):
         with contextlib.suppress(OSError):
             for name in os.listdir(place):
-                if name.startswith(_PREFIX):
-                    _remove_if_left(os.path.join(place, name))
+                if name.startswith(PREFIX):
+                    remove_if_left(os.path.join(place, name))
 
 
-def _remove_if_left(path: str) -> None:
+def remove_if_left(path: str) -> None:
+    """Remove one such directory, if it is ours and no living process holds it."""
     with contextlib.suppress(OSError, WeightSyncError):
         lock = Lock(Directory.open(path), LOCK_NAME)
         if lock.try_exclusive():

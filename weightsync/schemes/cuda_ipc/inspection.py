@@ -8,7 +8,6 @@ from weightsync.files import Directory
 from weightsync.inspection import RunStatus, SlotStatus
 from weightsync.run.kind import RunKind
 from weightsync.run.look import Look, lease_state
-from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.cuda_ipc import layout
 from weightsync.schemes.cuda_ipc.layout import Head, Table
 
@@ -32,9 +31,6 @@ class ShownRuns(RunKind):
 
     def leases(self, run: Directory) -> list[tuple[Directory, str]]:
         return [(run, name) for name in run.names() if layout.is_lease(name)]
-
-    def sweep(self, run: Directory) -> None:
-        remove_temporaries(run)
 
     def remove(self, run: Directory) -> None:
         layout.remove_run(run)

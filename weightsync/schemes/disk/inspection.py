@@ -8,11 +8,10 @@ from weightsync.files import Directory
 from weightsync.inspection import RunStatus, SlotStatus
 from weightsync.run.kind import RunKind
 from weightsync.run.look import Look, lease_state
-from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.disk import names
 from weightsync.schemes.disk.commit import Commit
 from weightsync.schemes.disk.layout import Layout
-from weightsync.schemes.disk.retention import remove_run, sweep, versions
+from weightsync.schemes.disk.retention import is_whole, remove_run, sweep, versions
 from weightsync.version import Version
 
 
@@ -30,11 +29,8 @@ class VersionRuns(RunKind):
         head = look.record(names.HEAD, Commit.from_json)
         tensors = head and look.attempt(partial(_count_tensors, run, head))
         found = [look.attempt(partial(_version, look, version)) for version in versions(run)]
-        unfinished = [
-            SlotStatus(name, None, None, "written", None)
-            for name in run.names()
-            if names.is_unfinished(name)
-        ]
+        under_way = filter(names.is_unfinished, run.names())
+        unfinished = [SlotStatus(name, None, None, "written", None) for name in under_way]
         slots = [slot for slot in found if slot is not None] + unfinished
         return look.status("disk", head, tensors or 0, head.nbytes if head else 0, slots)
 
@@ -43,12 +39,15 @@ class VersionRuns(RunKind):
         folders = [n for n in found if names.version_of(n) is not None or names.is_unfinished(n)]
         return [(run.subdirectory(name), names.LEASE) for name in folders]
 
-    def sweep(self, run: Directory) -> None:
-        remove_temporaries(run)
-        sweep(run, None)
-
     def remove(self, run: Directory) -> None:
         remove_run(run)
+
+    def unfinished(self, run: Directory) -> list[str]:
+        halves = [names.version_name(v) for v in versions(run) if not is_whole(run, v)]
+        return halves + list(filter(names.is_unfinished, run.names()))
+
+    def sweep(self, run: Directory) -> None:
+        sweep(run, None)
 
 
 def _version(look: Look, version: Version) -> SlotStatus:

@@ -11,7 +11,6 @@ from weightsync.inspection import RunStatus, SlotStatus
 from weightsync.manifest import Manifest
 from weightsync.run.kind import RunKind
 from weightsync.run.look import Look, lease_state
-from weightsync.run.removal import remove_temporaries
 from weightsync.schemes.double_buffer import layout
 from weightsync.schemes.double_buffer.layout import Commit
 from weightsync.schemes.double_buffer.removal import remove_unread
@@ -38,9 +37,6 @@ class SlotRuns(RunKind):
     def leases(self, run: Directory) -> list[tuple[Directory, str]]:
         generations = [run.subdirectory(name) for name in _generations(run)]
         return [(g, name) for g in generations for name in g.names() if _SLOT_LOCK.match(name)]
-
-    def sweep(self, run: Directory) -> None:
-        remove_temporaries(run)
 
     def remove(self, run: Directory) -> None:
         remove_unread(run)
