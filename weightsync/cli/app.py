@@ -8,6 +8,7 @@ import typer
 
 import weightsync
 from weightsync.cli.clean import clean
+from weightsync.cli.doctor import doctor
 from weightsync.cli.export import export
 from weightsync.cli.inspect import inspect
 from weightsync.cli.verify import verify
@@ -36,7 +37,5 @@ def _options(
     pass
 
 
-app.command()(inspect)
-app.command()(verify)
-app.command()(export)
-app.command()(clean)
+for command in (inspect, doctor, verify, export, clean):
+    app.command()(command)

@@ -10,7 +10,7 @@ from functools import partial
 from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, Lock, is_locked
 from weightsync.leftovers.leftover import Leftover, occupied
-from weightsync.leftovers.mounts import is_shared_by_hosts
+from weightsync.mounts import is_shared_by_hosts
 from weightsync.run.kind import RunKind
 from weightsync.run.look import lease_state, sender_words
 from weightsync.run.ownership import owner_of
