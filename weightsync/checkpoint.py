@@ -174,9 +174,7 @@ def _is_tied(companions: Mapping[str, bytes]) -> bool:
     return not isinstance(fields, dict) or fields.get("tie_word_embeddings") is not False
 
 
-def _inventory(
-    snapshot: Snapshot, manifest: Manifest, wrote: Callable[[int], None]
-) -> Inventory:
+def _inventory(snapshot: Snapshot, manifest: Manifest, wrote: Callable[[int], None]) -> Inventory:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in manifest.tensors:
             yield spec.name, snapshot.tensor(spec.name)

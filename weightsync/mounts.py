@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-_ONE_HOSTS = (
-    "tmpfs ramfs ext2 ext3 ext4 xfs btrfs zfs f2fs overlay overlayfs aufs jfs reiserfs bcachefs "
-    "nilfs2 vfat exfat devtmpfs hugetlbfs squashfs"
-).split()
+_ONE_HOSTS = frozenset(
+    {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "overlay", "overlayfs", "aufs", "squashfs"}
+    | {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "nilfs2", "bcachefs"}
+    | {"reiserfs", "vfat", "exfat"}
+)
+"""File systems that one host has for itself, whose kernel knows all locks on them."""
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,9 @@ def _paths(target: str) -> list[str]:
         SchemeError: a scheme that leaves nothing in directories. WeightSyncError: a symlink.
     """
     if "://" in target:
-        from weightsync.scheme import scheme_from_url
+        from weightsync.cli.target import scheme_of_url
 
-        return _paths_of(scheme_from_url(target))
+        return _paths_of(scheme_of_url(target))
     path = os.path.abspath(target)
     if os.path.islink(path) and path != _MEMORY:
         raise SchemeError(f"{path} is a symlink, which is not followed")

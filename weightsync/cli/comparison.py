@@ -70,7 +70,7 @@ def _opened(checkpoint: Path) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         for path in files:
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))  # type: ignore[no-untyped-call]
+                file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise WeightSyncError(f"{path}: {error}") from None
             holders.update(dict.fromkeys(file.keys(), file))

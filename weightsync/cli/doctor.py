@@ -63,9 +63,9 @@ def _subject(path: str, url: str | None, model_size: str | None, model: Path | N
         nbytes = _size_of(model)
     if url is None:
         return Subject(os.path.abspath(path), None, nbytes)
-    from weightsync.scheme import scheme_from_url
+    from weightsync.cli.target import scheme_of_url
 
-    scheme = scheme_from_url(url)
+    scheme = scheme_of_url(url)
     of_scheme = getattr(scheme, "path", path)
     return Subject(path if "://" in of_scheme else of_scheme, scheme, nbytes)
 
@@ -77,7 +77,9 @@ def _size_of(model: Path) -> int:
     """
     files = list(model.glob("*.safetensors")) if model.is_dir() else []
     if not files:
-        raise FileNotFoundError(f"{model}: there are no safetensors files (--model-size says how many)")
+        raise FileNotFoundError(
+            f"{model}: there are no safetensors files (--model-size says how many)"
+        )
     return sum(file.stat().st_size for file in files)
 
 

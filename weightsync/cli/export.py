@@ -113,9 +113,7 @@ def _export(
     console().print(words, markup=False, soft_wrap=True)
 
 
-def _companions(
-    leased: Leased, config: Path | None, dtype: torch.dtype | None
-) -> dict[str, bytes]:
+def _companions(leased: Leased, config: Path | None, dtype: torch.dtype | None) -> dict[str, bytes]:
     from weightsync.checkpoint import companions_in
 
     if config is not None:

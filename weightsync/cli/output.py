@@ -47,10 +47,19 @@ def refusals(as_json: bool = False) -> Iterator[None]:
     """Turn what the library or the system refuses into words and exit code 2."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # whoever read has heard enough
     except (WeightSyncError, OSError, ValueError) as error:
         if as_json:
-            emit({"error": str(error)})
+            emit({"error": _words(error)})
         else:
-            words = f"weightsync: {error}"
+            words = f"weightsync: {_words(error)}"
             Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
         raise typer.Exit(REFUSED) from None
+
+
+def _words(error: Exception) -> str:
+    """Of the system's errors without their numbers."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

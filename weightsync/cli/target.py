@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,10 +28,10 @@ def scheme_at(target: str) -> WeightSyncScheme | None:
         WeightSyncError: it is a symlink, or belongs to somebody else.
     """
     from weightsync.files import Directory
-    from weightsync.scheme import known_schemes, scheme_from_url
+    from weightsync.scheme import known_schemes
 
     if "://" in target:
-        return scheme_from_url(target) if _is_scheme(target) else _store(target)
+        return scheme_of_url(target)
     path = os.path.abspath(target)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path}: there is nothing")
@@ -77,21 +78,23 @@ def looks_empty(names: list[str]) -> bool:
     return SENDER_LOCK in names and all(name in ours or is_temporary(name) for name in names)
 
 
-def _is_scheme(url: str) -> bool:
-    from weightsync.scheme import known_schemes
+def scheme_of_url(url: str) -> WeightSyncScheme:
+    """The scheme of its own URL, or of that of an object store: ``s3://bucket/run42``.
+
+    Raises:
+        SchemeError: it is neither.
+    """
+    from weightsync.scheme import known_schemes, scheme_from_url
 
     name = url.partition("://")[0]
-    return any(cls.url_scheme == name for cls in known_schemes())
+    known = any(cls.url_scheme == name for cls in known_schemes())
+    return scheme_from_url(url if known or name not in _stores() else f"disk://{url}")
 
 
-def _store(url: str) -> WeightSyncScheme:
-    """A run in an object store, where it is one that fsspec knows."""
-    from weightsync.scheme import scheme_from_url
-
+def _stores() -> list[str]:
+    """The kinds of object stores that can be named here."""
     try:
-        from fsspec import available_protocols
+        fsspec = importlib.import_module("fsspec")
     except ImportError:
-        return scheme_from_url(url)  # which says what there is
-    if url.partition("://")[0] not in available_protocols():
-        return scheme_from_url(url)
-    return scheme_from_url(f"disk://{url}")
+        return []
+    return list(fsspec.available_protocols())

@@ -64,7 +64,9 @@ def gpus(subject: Subject) -> list[Finding]:
         return [problem("GPUs", f"torch cannot use them: {error}", remedy)]
     if not found["count"]:
         why = "torch was built without CUDA" if not found["cuda"] else "torch sees none of them"
-        remedy = "Install a build of torch for CUDA, and look at CUDA_VISIBLE_DEVICES and the driver."
+        remedy = (
+            "Install a build of torch for CUDA, and look at CUDA_VISIBLE_DEVICES and the driver."
+        )
         return [warning("GPUs", f"there are some, but {why}", remedy), *_wanted(subject)]
     return [_seen(found), _page_lock(found), _links(found), _nccl(found)]
 

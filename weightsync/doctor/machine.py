@@ -38,7 +38,9 @@ def _quota() -> float | None:
 def page_locking(subject: Subject) -> Finding:
     """RLIMIT_MEMLOCK: bounds what InfiniBand registers, and on some drivers what CUDA does."""
     if not has_gpus():
-        return not_applicable("page-locking", "no GPU, to which page-locked memory is copied faster")
+        return not_applicable(
+            "page-locking", "no GPU, to which page-locked memory is copied faster"
+        )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ok("page-locking", "not limited")

@@ -21,7 +21,8 @@ _LOOK = f"""
 import json, os
 from importlib import metadata
 from importlib.util import find_spec
-names = [p.name for p in metadata.entry_points(group="vllm.general_plugins") if p.name == {BACKEND!r}]
+points = metadata.entry_points(group="vllm.general_plugins")
+names = [point.name for point in points if point.name == {BACKEND!r}]
 try:
     spec = find_spec("weightsync.vllm_worker.plugin")
 except ImportError:

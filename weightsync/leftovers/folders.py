@@ -38,9 +38,7 @@ def leftover_folder(folder: str, name: str) -> Leftover | None:
     return None
 
 
-def _locked(
-    path: str, what: str, lock: str, remove: Callable[[str], None]
-) -> Leftover | None:
+def _locked(path: str, what: str, lock: str, remove: Callable[[str], None]) -> Leftover | None:
     """A folder in which a living process holds a lock."""
     directory = Directory.open(path)
     nbytes, changed = occupied(path)

@@ -34,11 +34,11 @@ class RunKind(ABC):
 
     @abstractmethod
     def remove(self, run: Directory) -> None:
-        """Remove all that is ours and that nobody reads; its sender's lock is held by the caller."""
+        """Remove all that is ours and that nobody reads; the caller holds the sender's lock."""
 
     def unfinished(self, run: Directory) -> list[str]:
         """The names of what a dead sender has left that never became a version."""
         return []
 
     def sweep(self, run: Directory) -> None:
-        """Remove that; its sender's lock is held by the caller."""
+        """Remove that; the caller holds the sender's lock."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import pytest
+
 from weightsync.report import ReceiverReport, SyncReport
+from weightsync.scheme import WeightSyncScheme
 from weightsync.testing import roles, weights
 from weightsync.testing.conformance.base import Conformance, Run
 from weightsync.testing.conformance.round_trip import carry
@@ -60,6 +64,26 @@ class Reports(Conformance):
         for number, value, expected in ((1, 1, None), (2, 1, 0), (3, 2, 4)):
             changed = sender.call(publish_and_count, number, value)
             assert changed in (None, expected)
+
+    def test_a_run_can_be_looked_at(self, run: Run) -> None:
+        """By whoever is neither end, of schemes that have ``inspect``; nobody is disturbed."""
+        if type(run.scheme).inspect is WeightSyncScheme.inspect:
+            pytest.skip("this scheme cannot be looked at")
+        run.scheme = self.for_receivers(run.scheme, 1)
+        sender = run.sender()
+        run.follower("engine")
+        for number in (1, 2):
+            sender.call(roles.publish, number, wait="applied")
+            status = run.scheme.inspect()
+            assert (status.sender_alive, status.problems) == (True, ())
+            # None: a transport that keeps no copy shows nothing when all have answered.
+            assert status.version is None or status.version.number == number
+            (report,) = status.receivers
+            assert (report.receiver, report.state) == ("engine", "applied")
+            assert report.version is not None
+            assert report.version.number == number
+            assert status.lag(report, time.time()) is None
+        json.dumps(status.to_dict(time.time()))
 
 
 def receivers(state: Any) -> list[ReceiverReport]:
