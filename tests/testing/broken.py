@@ -31,6 +31,7 @@ from tests.testing.one_file import (
 from tests.testing.test_one_file import damaged
 from weightsync.deadline import Deadline
 from weightsync.files import Directory
+from weightsync.inspection import RunStatus
 from weightsync.report import ReceiverReport
 from weightsync.run.membership import Membership
 from weightsync.source import Looked, WeightSource, as_source
@@ -639,7 +640,16 @@ class NarrowScheme(BrokenScheme):
         return super().create_reader(rank, size)
 
 
+class FlatteringScheme(BrokenScheme):
+    """Shows nothing but the best."""
+
+    def inspect(self):
+        report = ReceiverReport("engine", "applied", ws.Version(0, 99))
+        return RunStatus("onefile", self.path, ws.Version(0, 99), True, receivers=(report,))
+
+
 SCHEMES = {
+    "shows what is not there": FlatteringScheme,
     "forgets options in its URL": ForgettingScheme,
     "ignores unknown options": LenientScheme,
     "can be changed": MutableScheme,

@@ -78,6 +78,7 @@ ALL = {
     "has no pid": "test_receivers_are_listed",
     "says that nothing changed": "test_what_changed_is_counted_or_unknown",
     "reports what cannot be written": "test_a_report_is_plain_values",
+    "shows what is not there": "test_a_run_can_be_looked_at",
 }
 
 
