@@ -161,6 +161,15 @@ def test_watching_prints_a_line_for_each_change(watch, shm, run_dir):
     assert process.stdout.read() == ""
 
 
+def test_watching_where_there_is_no_terminal_shows_one_state_after_the_other(watch, shm):
+    process = watch()
+    lines = iter(process.stdout.readline, "")
+    assert any("1 of epoch" in line for line in lines)
+    shm.update_weights(version=2)
+    assert any("2 of epoch" in line for line in lines)
+
+
+@pytest.mark.slow
 def test_watching_ends_when_nobody_listens_any_more(watch, shm):
     process = watch("--json", stderr=subprocess.PIPE)
     process.stdout.readline()

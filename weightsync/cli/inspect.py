@@ -76,28 +76,39 @@ def _looks(target: str, first: RunStatus) -> Iterator[RunStatus | str]:
             yield str(error)
 
 
-def _print_changes(target: str, first: RunStatus) -> None:
-    former: dict[str, Any] | None = None
+def _changes(target: str, first: RunStatus) -> Iterator[RunStatus | str]:
+    """The same, where it differs from the last look."""
+    former: RunStatus | str | None = None
     for seen in _looks(target, first):
-        document = {"path": target, "error": seen} if isinstance(seen, str) else seen.to_dict()
-        if document != former:
-            now = time.time()
-            typer.echo(json.dumps(document if isinstance(seen, str) else seen.to_dict(now)))
-            former = document
+        if seen != former:
+            yield seen
+            former = seen
+
+
+def _print_changes(target: str, first: RunStatus) -> None:
+    for seen in _changes(target, first):
+        if isinstance(seen, str):
+            document: dict[str, Any] = {"path": target, "error": seen}
+        else:
+            document = seen.to_dict(time.time())
+        typer.echo(json.dumps(document))
 
 
 def _show_changes(target: str, first: RunStatus) -> None:
+    """In a terminal: on a screen of its own, whose ages go on. Elsewhere: one after the other."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
     from weightsync.cli.run_view import view
 
-    last = first
-    with Live(console=console(), auto_refresh=False) as live:
+    out, last = console(), first
+    if not out.is_terminal:
+        for seen in _changes(target, first):
+            out.print(seen if isinstance(seen, str) else view(seen, time.time()), "")
+        return
+    with Live(console=out, screen=True, auto_refresh=False) as live:
         for seen in _looks(target, first):
-            if isinstance(seen, str):
-                shown = Group(Text(seen, style="yellow"), Text(), view(last, time.time()))
-            else:
-                last, shown = seen, Group(view(seen, time.time()))
-            live.update(shown, refresh=True)
+            above = [Text(seen, style="yellow"), Text()] if isinstance(seen, str) else []
+            last = last if isinstance(seen, str) else seen
+            live.update(Group(*above, view(last, time.time())), refresh=True)
