@@ -96,10 +96,10 @@ def export(
         files = {**companions, **({names.INDEX: checkpoint.index} if checkpoint.index else {})}
         for name, data in files.items():
             folder.replace(name, data, durable=True)
-        folder.discard(LOCK)
-        found = tuple(folder.names())
+        found = tuple(name for name in folder.names() if name != LOCK)
         folder.sync()
         _put(folder, path, overwrite)
+        folder.discard(LOCK)  # last: a folder that was left on the way can be told from one in use
     return Exported(str(path), found, len(manifest.tensors), manifest.payload)
 
 

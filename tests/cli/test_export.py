@@ -1,0 +1,257 @@
+"""``weightsync export``: whole checkpoints that others load, or nothing."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import weightsync as ws
+from tests.conftest import WAIT, assert_all_same, newest_slot
+from tests.vllm.conftest import llama_config, make_model
+from weightsync import checkpoint
+from weightsync.testing import faults
+from weightsync.testing.processes import eventually
+
+
+def tensors_in(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+def only(folder, *names):
+    """Whether a directory holds nothing else: no half-written folder either."""
+    return sorted(os.listdir(folder)) == sorted(names)
+
+
+def test_the_bytes_are_those_of_the_version(weightsync, shm, run_dir, weights, tmp_path):
+    answer = weightsync("export", run_dir, tmp_path / "out")
+    assert (answer.code, answer.err) == (0, "")
+    assert "1.24 kB in 2 tensors" in answer.words
+    assert "--config DIR" in answer.words
+    assert_all_same(tensors_in(tmp_path / "out"), weights)
+    assert only(tmp_path, "out")
+    assert only(tmp_path / "out", "model.safetensors")
+
+
+def test_an_older_version_with_its_configuration(weightsync, tmp_path):
+    model = make_model(llama_config(), 1)
+    scheme = ws.DiskScheme(str(tmp_path / "run"))
+    with scheme.create_sender(model, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        sender.update_weights(version=1)
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        sender.update_weights(version=2)
+    document = weightsync(
+        "export", tmp_path / "run", tmp_path / "out", "--version", 1, "--json"
+    ).json
+    assert document["version"][1] == 1
+    assert "config.json" in document["files"]
+    assert_all_same(tensors_in(tmp_path / "out"), first)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_it(weightsync, run_dir, tmp_path, tied):
+    """T1: a tied tensor is in the files once, and its model ties it again. One that the trainer
+    tied, and its configuration does not know of, is there under both names."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(llama_config(tie_word_embeddings=tied), 1)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    config = tmp_path / "config"
+    config.mkdir()
+    model.config.save_pretrained(config)
+    (config / "tokenizer.json").write_text("{}")
+    (config / "model.safetensors").write_text("old weights")
+    (config / "model.safetensors.index.json").write_text("old index")
+    with ws.DoubleBufferScheme(run_dir).create_sender(model, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        answer = weightsync(
+            "export", run_dir, tmp_path / "out", "--config", config, "--max-shard-size", "1MiB"
+        )
+    assert answer.code == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert ("lm_head.weight" in tensors_in(tmp_path / "out")) != tied
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert_all_same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+def test_files_are_no_larger_than_asked_for_and_an_index_lists_them(weightsync, run_dir, tmp_path):
+    weights = {f"layer.{number}": torch.full((1 << 18,), float(number)) for number in range(7)}
+    with ws.DoubleBufferScheme(run_dir).create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        weightsync("export", run_dir, tmp_path / "out", "--max-shard-size", "2.2MB")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 4
+    assert_all_same(tensors_in(tmp_path / "out"), weights)
+
+
+def test_a_cast(weightsync, shm, run_dir, weights, tmp_path):
+    config = tmp_path / "config"
+    llama_config().save_pretrained(config)
+    weightsync("export", run_dir, tmp_path / "out", "--dtype", "float16", "--config", config)
+    cast = {name: tensor.to(torch.float16) for name, tensor in weights.items()}
+    assert_all_same(tensors_in(tmp_path / "out"), cast)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written.get("dtype", written.get("torch_dtype")) == "float16"
+
+
+def test_what_is_there_is_not_replaced_unless_asked_for(weightsync, disk, tmp_path):
+    weightsync("export", disk, tmp_path / "out", "--version", 1)
+    before = tensors_in(tmp_path / "out")
+    answer = weightsync("export", disk, tmp_path / "out")
+    assert answer.code == 2
+    assert "--force" in answer.err
+    assert_all_same(tensors_in(tmp_path / "out"), before)
+    assert weightsync("export", disk, tmp_path / "out", "--force").code == 0
+    assert tensors_in(tmp_path / "out")["model.a"][0] == 2
+    assert only(tmp_path, "run", "out")
+
+
+@pytest.mark.parametrize("kind", ["a file", "a symlink", "folders", "papers"])
+def test_what_is_no_checkpoint_is_never_replaced(weightsync, disk, tmp_path, kind):
+    out = tmp_path / "out"
+    if kind == "a file":
+        out.write_text("mine")
+    elif kind == "a symlink":
+        out.symlink_to(tmp_path)
+    else:
+        (out / "inner").mkdir(parents=True) if kind == "folders" else out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    answer = weightsync("export", disk, out, "--force")
+    assert answer.code == 2
+    assert str(out) in answer.err
+    assert os.path.lexists(out)
+    assert only(tmp_path, "run", "out")
+
+
+def test_a_damaged_version_is_not_exported(weightsync, shm, run_dir, tmp_path):
+    faults.corrupt(newest_slot(ws.DoubleBufferScheme(run_dir)), byte=0)
+    answer = weightsync("export", run_dir, tmp_path / "out")
+    assert answer.code == 2
+    assert "damaged are model.a" in answer.err
+    assert only(tmp_path)
+
+
+def test_a_disk_that_is_full_leaves_nothing(weightsync, shm, run_dir, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    try:
+        with faults.small_disk(small, 64 << 10) as place:
+            with faults.filled(place, leave=4096):
+                answer = weightsync("export", run_dir, place / "out")
+            assert only(place)
+    except faults.UnavailableError as error:
+        pytest.skip(str(error))
+    assert answer.code == 2
+    assert "bytes" in answer.err
+    assert "free" in answer.err
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
+    weightsync, shm, run_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint, "_require_room", lambda folder, needed: None)
+    with faults.file_size_limit(100):
+        answer = weightsync("export", run_dir, tmp_path / "out")
+    assert answer.code == 2
+    assert "File too large" in answer.err
+    assert only(tmp_path)
+
+
+def test_no_parent_and_no_configuration(weightsync, disk, tmp_path):
+    answer = weightsync("export", disk, tmp_path / "no/out")
+    assert answer.code == 2
+    assert "there is no folder" in answer.err
+    answer = weightsync("export", disk, tmp_path / "out", "--config", tmp_path)
+    assert "there is no config.json" in answer.err
+    assert only(tmp_path, "run")
+
+
+@pytest.mark.parametrize("size", ["x", "-1", "10", "3iB"])
+def test_sizes_that_are_none(weightsync, disk, tmp_path, size):
+    answer = weightsync("export", disk, tmp_path / "out", f"--max-shard-size={size}")
+    assert answer.code == 2
+    assert size in answer.err
+
+
+def test_what_others_may_read_is_as_this_user_s_files_are(weightsync, disk, tmp_path):
+    mask = os.umask(0o022)
+    try:
+        weightsync("export", disk, tmp_path / "out")
+    finally:
+        os.umask(mask)
+    modes = {stat.S_IMODE(os.stat(path).st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o644}
+    assert stat.S_IMODE(os.stat(tmp_path / "out").st_mode) == 0o755
+
+
+def test_dtypes_that_safetensors_does_not_have(weightsync, run_dir, tmp_path):
+    weights = {"odd": torch.ones(4).to(torch.float8_e8m0fnu)}
+    with ws.DoubleBufferScheme(run_dir).create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        answer = weightsync("export", run_dir, tmp_path / "out")
+        assert answer.code == 2
+        assert "'odd'" in answer.err
+        assert only(tmp_path)
+
+
+def test_killed_in_the_middle_there_is_no_checkpoint_and_clean_removes_the_rest(
+    weightsync, disk, tmp_path
+):
+    code = (
+        "import sys, time\n"
+        "from weightsync import checkpoint\n"
+        "from weightsync.cli import main\n"
+        "checkpoint._put = lambda *given: time.sleep(60)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "export", str(disk), str(tmp_path / "out")]
+    process = subprocess.Popen(command)
+    try:
+        [half] = eventually(lambda: list(tmp_path.glob(f"{checkpoint.UNFINISHED}*/model*")))
+        time.sleep(0.1)
+        listed = weightsync("clean", tmp_path, "--json").json["leftovers"]
+        assert not [entry for entry in listed if entry["kept"] is None]
+    finally:
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "out").exists()
+    assert half.parent.exists()
+    weightsync("clean", tmp_path, "--yes")
+    assert only(tmp_path, "run")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_loads_it(weightsync, run_dir, tmp_path):
+    from tests.vllm.conftest import expected, greedy, make_llm, stop
+
+    model = make_model(llama_config(), 5)
+    model.config.save_pretrained(tmp_path / "config")
+    with ws.DoubleBufferScheme(run_dir).create_sender(model, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        weightsync("export", run_dir, tmp_path / "out", "--config", tmp_path / "config")
+    llm = make_llm(tmp_path / "out", "auto", backend=None)
+    try:
+        assert greedy(llm) == expected(model)
+    finally:
+        stop(llm)
