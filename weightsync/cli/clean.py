@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from weightsync.cli.output import FOUND, Json, console, emit, refusals, seconds_words
@@ -103,29 +103,25 @@ def _entry(leftover: Leftover, yes: bool, failed: str | None) -> dict[str, Any]:
 
 
 def _print(entries: list[dict[str, Any]], yes: bool) -> None:
-    out = console()
     going = [entry for entry in entries if entry["kept"] is None]
     staying = [entry for entry in entries if entry["kept"] is not None]
+    _list("removed:" if yes else "would be removed (--yes removes):", going, "what")
+    _list("stays:", staying, "kept")
     if going:
-        out.print("removed:" if yes else "would be removed (--yes removes):")
-        out.print(_table(going, "what"))
-    if staying:
-        out.print("stays:")
-        out.print(_table(staying, "kept"))
-    if not entries:
-        out.print("nothing of ours is there")
-    elif going:
         total = sum(entry["nbytes"] for entry in going)
-        out.print(f"{size(total)} in {len(going)} {'places' if len(going) > 1 else 'place'}")
+        places = "places" if len(going) > 1 else "place"
+        console().print(f"{size(total)} in {len(going)} {places}")
+    elif not entries:
+        console().print("nothing of ours is there")
 
 
-def _table(entries: list[dict[str, Any]], column: str) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(overflow="fold")
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(overflow="fold")
+def _list(title: str, entries: list[dict[str, Any]], words: str) -> None:
+    """A path has a line of its own, which is not broken: it may be copied from there."""
+    out = console()
+    if entries:
+        out.print(title)
     for entry in entries:
+        out.print(Text(f"  {entry['path']}"), soft_wrap=True)
         age = f"{seconds_words(entry['seconds'])} old"
-        table.add_row(Text(entry["path"]), size(entry["nbytes"]), age, Text(entry[column]))
-    return table
+        details = Text(f"{size(entry['nbytes'])}, {age}: {entry[words]}", style="dim")
+        out.print(Padding(details, (0, 0, 0, 4)))

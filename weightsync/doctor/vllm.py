@@ -82,12 +82,6 @@ def plugin(subject: Subject) -> Finding:
             f"{here and here.origin}",
             "Have one installation of this package in the environment.",
         )
-    if seen["found"] > 1:
-        return warning(
-            "vLLM plug-in",
-            f"{seen['found']} installations offer it",
-            "Uninstall all but one of them: which one workers take is not said.",
-        )
     return ok("vLLM plug-in", f"seen by a fresh process; {started}")
 
 
