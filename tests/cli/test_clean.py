@@ -106,6 +106,23 @@ def test_a_lease_that_the_kernel_s_list_does_not_show_counts_too(weightsync, lef
     subscriber.close()
 
 
+def test_a_sender_that_came_after_the_last_look_keeps_its_run(
+    weightsync, shm, run_dir, monkeypatch
+):
+    monkeypatch.setattr("weightsync.leftovers.runs._in_use", lambda run, kind: None)
+    answer = weightsync("clean", run_dir, "--yes", "--json")
+    assert answer.code == 1
+    assert entry_of(answer, run_dir)["kept"] == "its sender is alive"
+    shm.update_weights(version=2, timeout=WAIT)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes privileges")
+def test_what_belongs_to_somebody_else_is_not_even_listed(weightsync, left):
+    os.chown(left.path, 54321, 54321)
+    assert weightsync("clean", left.path, "--yes").words == "nothing of ours is there"
+    assert os.path.exists(f"{left.path}/head.json")
+
+
 def test_a_new_sender_finds_a_clean_place(weightsync, left):
     weightsync("clean", left.path, "--yes")
     with left.create_sender({"w": torch.ones(3)}, timeout=WAIT) as sender:

@@ -14,7 +14,7 @@ import torch
 
 import weightsync as ws
 from tests.conftest import WAIT
-from weightsync.testing import roles
+from weightsync.testing import faults, roles
 from weightsync.testing.processes import eventually
 
 
@@ -79,6 +79,27 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(weightsync, shm, run_
     assert "head.json is malformed" in answer.words
     assert "x: " in answer.words
     assert "alive" in answer.words
+
+
+def test_a_record_that_may_not_be_read(weightsync, run_dir, weights):
+    scheme = ws.DoubleBufferScheme(run_dir)
+    with faults.unprivileged(), scheme.create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        with faults.refused(f"{run_dir}/head.json"):
+            answer = weightsync("inspect", run_dir, columns=200)
+    assert answer.code == 1
+    assert "head.json: Permission denied" in answer.words
+    assert f"alive: pid {os.getpid()}" in answer.words
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes privileges")
+def test_somebody_else_s_directory_is_refused(weightsync, shm, run_dir):
+    os.chown(run_dir, 54321, 54321)
+    answer = weightsync("inspect", run_dir)
+    os.chown(run_dir, 0, 0)
+    assert answer.code == 2
+    assert "belongs to user 54321" in answer.err
 
 
 def test_a_run_in_which_nothing_was_published_yet(weightsync, run_dir):

@@ -6,6 +6,7 @@ import resource
 from importlib import metadata
 
 import pytest
+import torch
 
 import weightsync as ws
 from weightsync.doctor import Subject, gpus, machine, packages, store
@@ -59,6 +60,11 @@ def test_what_torch_says_of_gpus(monkeypatch, found, states):
     monkeypatch.setattr(gpus, "_probe", lambda: {**PROBE, **found})
     monkeypatch.setattr(gpus, "_nvlinks", lambda: 1)
     assert [finding.state for finding in gpus.gpus(Subject())] == states
+
+
+def test_the_question_to_torch_is_one_that_it_answers():
+    """Here it may see no GPU; tests/gpu asks where it does."""
+    assert gpus._probe()["count"] == torch.cuda.device_count()
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch):

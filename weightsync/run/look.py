@@ -69,7 +69,7 @@ class Look:
             scheme,
             self.run.path,
             head.version if head else None,
-            bool(alive),
+            alive,
             sender_words(owner_of(self.run)),
             head.time if head else None,
             tensors,
