@@ -172,7 +172,7 @@ def test_versions_on_disk_are_kept_on_purpose(weightsync, disk):
     half.mkdir(mode=0o700)
     (half / "model.safetensors").write_bytes(b"x" * 5000)
     entry = entry_of(weightsync("clean", disk.parent, "--yes", "--json"), disk)
-    assert (entry["what"], entry["removed"]) == ("1 unfinished versions", True)
+    assert (entry["what"], entry["removed"]) == ("1 unfinished version", True)
     assert not half.exists()
     entry = entry_of(weightsync("clean", disk.parent, "--yes", "--json"), disk)
     assert "--kept" in entry["kept"]

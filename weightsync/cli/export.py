@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from weightsync.cli.output import Json, console, emit, refusals
+from weightsync.cli.output import Json, console, emit, refusals, tensors_words
 from weightsync.cli.progress import progress_of
 from weightsync.cli.sizes import parse_size
 from weightsync.cli.target import Target
@@ -106,8 +106,8 @@ def _export(
             }
         )
         return
-    what = f"version {snapshot.version.number}: {size(written.nbytes)} in {written.tensors:,}"
-    words = f"{what} tensors, in {written.path}"
+    what = f"version {snapshot.version.number}: {size(written.nbytes)}"
+    words = f"{what} in {tensors_words(written.tensors)}, in {written.path}"
     if "config.json" not in companions:
         words += "\nno config.json is beside them: --config DIR copies one"
     console().print(words, markup=False, soft_wrap=True)

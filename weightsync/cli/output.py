@@ -37,6 +37,10 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
+def tensors_words(count: int) -> str:
+    return f"{count:,} tensor{'' if count == 1 else 's'}"
+
+
 def emit(document: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     typer.echo(json.dumps(document, indent=1, default=str))

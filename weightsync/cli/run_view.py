@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli.output import seconds_words
+from weightsync.cli.output import seconds_words, tensors_words
 from weightsync.inspection import Lag, RunStatus, SlotStatus
 from weightsync.report import ReceiverReport
 from weightsync.version import Version
@@ -26,20 +26,21 @@ _COLOURS = {
 }
 
 
-def view(status: RunStatus, now: float) -> RenderableType:
+def view(status: RunStatus, now: float, within: bool = False) -> RenderableType:
     """
     Args:
         now: seconds since 1970.
+        within: it is one of a fallback's, whose receivers are those of all of them.
     """
     parts: list[RenderableType] = [_facts(status, now)]
     if status.slots:
         parts += [Text(), _slots(status)]
-    if status.receivers:
+    if status.receivers and not within:
         parts += [Text(), _receivers(status, now)]
-        for report in status.receivers:
-            parts += [Text(f"{report.receiver}: {words}", style="red") for words in _words(report)]
+    for report in status.receivers:
+        parts += [Text(f"{report.receiver}: {words}", style="red") for words in _words(report)]
     for member in status.members:
-        parts += [Text(), Padding(view(member, now), (0, 0, 0, 2))]
+        parts += [Text(), Padding(view(member, now, within=True), (0, 0, 0, 2))]
     return Group(*parts)
 
 
@@ -64,7 +65,7 @@ def _newest(status: RunStatus, now: float) -> Text:
         return Text("none yet" if not status.problems else "not known", style="yellow")
     words = f"{status.version.number} of epoch {status.version.epoch}"
     if status.tensors:
-        words += f", {size(status.nbytes)} in {status.tensors:,} tensors"
+        words += f", {size(status.nbytes)} in {tensors_words(status.tensors)}"
     if status.time is not None:
         words += f", {seconds_words(now - status.time)} ago"
     return Text(words)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.output import FOUND, Json, console, emit, refusals
+from weightsync.cli.output import FOUND, Json, console, emit, refusals, tensors_words
 from weightsync.cli.progress import Advance, progress_of
 from weightsync.cli.target import Target
 from weightsync.cli.version_at import Number, version_at
@@ -119,7 +119,7 @@ def _print(document: dict[str, Any]) -> None:
         return
     out.print(
         f"version {document['version'].number}: {size(document['nbytes'])} in "
-        f"{document['tensors']:,} tensors"
+        f"{tensors_words(document['tensors'])}"
     )
     if not document["damaged"]:
         out.print("every digest is right")

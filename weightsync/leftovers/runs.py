@@ -51,7 +51,7 @@ def _unfinished(path: str, kind: RunKind, names: Sequence[str]) -> Leftover:
     """What never became a version, in a run whose versions stay."""
     found = [occupied(f"{path}/{name}") for name in names]
     nbytes, time = sum(size for size, _ in found), max(changed for _, changed in found)
-    what = f"{len(names)} unfinished versions"
+    what = f"{len(names)} unfinished version{'' if len(names) == 1 else 's'}"
     return Leftover(path, what, nbytes, time, None, partial(_remove, path, kind, _sweep))
 
 
