@@ -128,7 +128,16 @@ def test_stores(tmp_path):
     assert finding.state == "problem"
 
 
-def test_memory_for_what_a_broadcast_brings():
-    scheme = ws.NCCLScheme(backend="gloo", buffers=2)
-    assert store.host_memory(Subject(scheme=scheme, nbytes=1000)).state == "ok"
-    assert store.host_memory(Subject(scheme=scheme, nbytes=1 << 60)).state == "problem"
+@pytest.mark.parametrize(
+    ("options", "nbytes", "state"),
+    [
+        ({"backend": "gloo"}, 1000, "ok"),
+        ({"backend": "gloo"}, 1 << 60, "problem"),
+        ({"memory": "host"}, 1 << 60, "problem"),
+        ({}, 1 << 60, "warning"),  # the GPU may have room
+        ({"memory": "gpu"}, 1 << 60, "not applicable"),
+        ({}, None, "not applicable"),
+    ],
+)
+def test_memory_for_what_a_broadcast_brings(options, nbytes, state):
+    assert store.host_memory(Subject(scheme=ws.NCCLScheme(**options), nbytes=nbytes)).state == state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 
-from weightsync.doctor.finding import Finding, Subject, not_applicable, ok, problem
+from weightsync.doctor.finding import Finding, Subject, not_applicable, ok, problem, warning
 from weightsync.doctor.storage import room
 from weightsync.errors import WeightSyncError
 from weightsync.words import size
@@ -35,13 +35,16 @@ def store(subject: Subject) -> list[Finding]:
 def host_memory(subject: Subject) -> Finding:
     """Room for what a receiving process of a broadcast keeps."""
     scheme, nbytes = subject.scheme, subject.nbytes
-    buffers = getattr(scheme, "buffers", None)
-    if buffers is None or nbytes is None:
-        return not_applicable("host memory", "no broadcast, or no --model-size")
+    buffers, memory = getattr(scheme, "buffers", None), getattr(scheme, "memory", "host")
+    on_host = getattr(scheme, "backend", "") == "gloo" or memory == "host"
+    if buffers is None or nbytes is None or (memory == "gpu" and not on_host):
+        return not_applicable("host memory", "no broadcast into it, or no --model-size")
     free, needed = _available(), buffers * nbytes
     words = f"{size(free)} available; {buffers} buffers of {size(nbytes)} need {size(needed)}"
     if free < needed:
         remedy = "Use buffers=1, more processes for each replica, or a smaller dtype=."
+        if not on_host:
+            return warning("host memory", f"{words}, if the GPU has no room for them", remedy)
         return problem("host memory", words, remedy)
     return ok("host memory", words)
 
