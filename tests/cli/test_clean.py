@@ -249,7 +249,7 @@ def test_while_others_start_and_stop(weightsync, run_dir):
     """It never takes a run from under a sender, and never fails for what goes meanwhile."""
     code = (
         "import sys, torch, weightsync as ws\n"
-        "for n in range(40):\n"
+        "for n in range(15):\n"
         "    with ws.DoubleBufferScheme(sys.argv[1]).create_sender({'w': torch.ones(9)}) as s:\n"
         "        s.connect(20)\n"
         "        s.update_weights(version=1)\n"

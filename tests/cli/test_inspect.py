@@ -188,6 +188,7 @@ def test_watching_prints_a_line_for_each_change(watch, shm, run_dir):
     assert process.stdout.read() == ""
 
 
+@pytest.mark.slow
 def test_watching_where_there_is_no_terminal_shows_one_state_after_the_other(watch, shm):
     process = watch()
     lines = iter(process.stdout.readline, "")

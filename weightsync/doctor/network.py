@@ -69,7 +69,7 @@ def _port_of(scheme: object) -> Finding:
     assert isinstance(scheme, NCCLScheme)
     where = Endpoint(scheme.master_address, scheme.port)
     try:
-        connect(where, Deadline(2.0)).close()
+        connect(where, Deadline(1.0)).close()
         status = scheme.inspect()
         if status.sender_alive:
             return ok("ports", f"a sender answers at {where}")
