@@ -229,6 +229,16 @@ def test_proofs_of_choose_are_removed_when_they_are_old(weightsync, tmp_path):
     assert [path.exists() for path in (old, young, other)] == [False, True, True]
 
 
+def test_a_folder_of_doctor_s_is_removed_when_it_is_old(weightsync, tmp_path):
+    old, young, other = (tmp_path / f"weightsync-doctor-{w}" for w in ("a" * 8, "b" * 8, "mine"))
+    for path in (old, young, other):
+        path.mkdir(mode=0o700)
+        (path / "file").write_text("")
+        os.utime(path, (1, 1) if path is not young else None)
+    weightsync("clean", tmp_path, "--yes")
+    assert [path.exists() for path in (old, young, other)] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--yes", "--dry-run"], ["nccl://127.0.0.1:29599"], ["/nothing/here"], ["memory://x/y"]],

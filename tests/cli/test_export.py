@@ -183,6 +183,12 @@ def test_no_parent_and_no_configuration(weightsync, disk, tmp_path):
     assert only(tmp_path, "run")
 
 
+def test_a_dtype_that_is_none(weightsync, disk, tmp_path):
+    answer = weightsync("export", disk, tmp_path / "out", "--dtype", "int8")
+    assert answer.code == 2
+    assert "float32, bfloat16, float16" in answer.err
+
+
 @pytest.mark.parametrize("size", ["x", "-1", "10", "3iB"])
 def test_sizes_that_are_none(weightsync, disk, tmp_path, size):
     answer = weightsync("export", disk, tmp_path / "out", f"--max-shard-size={size}")

@@ -63,6 +63,15 @@ def test_what_a_fresh_process_may_see(installed, monkeypatch, seen, state, words
     assert words in finding.words
 
 
+def test_a_way_to_start_workers_that_vllm_does_not_know(installed, monkeypatch):
+    whole = {"found": 1, "allowed": True, "where": _own_path()}
+    monkeypatch.setattr(vllm, "ask", lambda *args, **how: whole)
+    for method, state in (("spawn", "ok"), ("fork", "ok"), ("forkserver", "problem")):
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", method)
+        finding = vllm.plugin(Subject())
+        assert (finding.state, method in finding.words) == (state, True)
+
+
 def _own_path():
     from weightsync.vllm_worker import plugin
 

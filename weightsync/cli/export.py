@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,8 @@ from weightsync.words import size
 if TYPE_CHECKING:
     import torch
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 def export(
     target: Target,
@@ -29,8 +31,8 @@ def export(
         typer.Option(metavar="DIR", help="Copy configuration and tokenizer from this folder."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Cast floating-point tensors."),
+        str | None,
+        typer.Option(metavar="|".join(_DTYPES), help="Cast floating-point tensors."),
     ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Of a file of weights.")
@@ -46,6 +48,8 @@ def export(
     """
     with refusals(as_json):
         shard_bytes = parse_size(max_shard_size)
+        if dtype not in (None, *_DTYPES):
+            raise ValueError(f"--dtype {dtype}: one of {', '.join(_DTYPES)}")
         if shard_bytes < 1 << 20:
             raise ValueError(f"--max-shard-size {max_shard_size}: at least 1MiB")
         with version_at(target, version) as leased:

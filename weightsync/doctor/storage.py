@@ -21,6 +21,9 @@ _SMALL = 1 << 30
 
 _SECONDS = 5.0
 
+EXAMINED, EXAMINED_FILE = "weightsync-doctor-", "file"
+"""What a folder that is made for a moment is called, before a random word; and what is in it."""
+
 _MORE = (
     "Give the container more with --shm-size=64g or --ipc=host, or in Kubernetes by an emptyDir "
     "with medium: Memory at /dev/shm."
@@ -199,8 +202,8 @@ def mapping(subject: Subject) -> Finding:
 
 @contextlib.contextmanager
 def _file_in(place: str) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="weightsync-doctor-", dir=place) as folder:
-        path = f"{folder}/file"
+    with tempfile.TemporaryDirectory(prefix=EXAMINED, dir=place) as folder:
+        path = f"{folder}/{EXAMINED_FILE}"
         with open(path, "wb"):
             pass
         yield path

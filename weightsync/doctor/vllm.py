@@ -58,8 +58,7 @@ def plugin(subject: Subject) -> Finding:
     if installed_version() is None:
         return not_applicable("vLLM plug-in", "vLLM is not installed")
     seen = ask(_LOOK, seconds=_SECONDS)
-    method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "vLLM's default")
-    started = f"workers are started by {method}"
+    method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
     if not seen["found"]:
         return problem(
             "vLLM plug-in",
@@ -82,6 +81,13 @@ def plugin(subject: Subject) -> Finding:
             f"{here and here.origin}",
             "Have one installation of this package in the environment.",
         )
+    if method not in (None, "fork", "spawn"):
+        return problem(
+            "vLLM plug-in",
+            f"VLLM_WORKER_MULTIPROC_METHOD={method!r:.40}: vLLM knows fork and spawn",
+            "Unset it, or set it to spawn.",
+        )
+    started = f"workers are started by {method or 'the way that vLLM chooses'}"
     return ok("vLLM plug-in", f"seen by a fresh process; {started}")
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from weightsync.checkpoint import LOCK as EXPORT_LOCK
 from weightsync.checkpoint import UNFINISHED, discard_unfinished
+from weightsync.doctor.storage import EXAMINED, EXAMINED_FILE
 from weightsync.engines.vllm.adapter_files import PREFIX as ADAPTER
 from weightsync.engines.vllm.adapter_files import remove_if_left
 from weightsync.errors import WeightSyncError
@@ -21,9 +22,10 @@ from weightsync.vllm_worker.adapters import LOCK_NAME
 _EXPORT = re.compile(rf"{re.escape(UNFINISHED)}[0-9a-f]{{16}}\Z", re.ASCII)
 _ADAPTER = re.compile(rf"{re.escape(ADAPTER)}[a-z0-9_]{{8}}\Z", re.ASCII)
 _PROOF = re.compile(r"weightsync-proof-[0-9a-f]{16,64}\Z", re.ASCII)
+_EXAMINED = re.compile(rf"{re.escape(EXAMINED)}[a-z0-9_]{{8}}\Z", re.ASCII)
 
-_PROOF_SECONDS = 600.0
-"""A proof that two processes share a directory is made and removed in seconds."""
+_SHORT = 600.0
+"""Seconds. What is made to be removed in the next moment, and is older than that, was left."""
 
 
 def leftover_folder(folder: str, name: str) -> Leftover | None:
@@ -34,7 +36,9 @@ def leftover_folder(folder: str, name: str) -> Leftover | None:
     if _ADAPTER.match(name):
         return _locked(path, "files of an adapter", LOCK_NAME, remove_if_left)
     if _PROOF.match(name):
-        return _proof(path)
+        return _brief(path, "a proof for choose()", os.path.isfile, os.unlink)
+    if _EXAMINED.match(name):
+        return _brief(path, "a folder of doctor's", os.path.isdir, _remove_examined)
     return None
 
 
@@ -58,21 +62,29 @@ def _remove_folder(path: str, remove: Callable[[str], None]) -> str | None:
     return "a living process uses it" if os.path.lexists(path) else None
 
 
-def _proof(path: str) -> Leftover | None:
+def _brief(
+    path: str, what: str, fits: Callable[[str], bool], remove: Callable[[str], None]
+) -> Leftover | None:
+    """What no lock is held on, since it is there for a moment."""
     status = os.lstat(path)
-    if status.st_uid != os.geteuid() or not os.path.isfile(path) or os.path.islink(path):
+    if status.st_uid != os.geteuid() or os.path.islink(path) or not fits(path):
         return None
-    young = time.time() - status.st_mtime < _PROOF_SECONDS
+    young = time.time() - status.st_mtime < _SHORT
     kept = "it may be in use just now" if young else None
-    what, nbytes = "a proof for choose()", status.st_blocks * 512
-    return Leftover(path, what, nbytes, status.st_mtime, kept, partial(_unlink, path))
+    nbytes, changed = occupied(path)
+    return Leftover(path, what, nbytes, changed, kept, partial(_remove_brief, path, remove))
 
 
-def _unlink(path: str) -> str | None:
+def _remove_brief(path: str, remove: Callable[[str], None]) -> str | None:
     try:
-        os.unlink(path)
+        remove(path)
     except FileNotFoundError:
         pass
-    except OSError as error:
+    except (OSError, WeightSyncError) as error:
         return str(error)
     return None
+
+
+def _remove_examined(path: str) -> None:
+    Directory.open(path).discard(EXAMINED_FILE)
+    os.rmdir(path)
