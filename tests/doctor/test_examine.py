@@ -26,6 +26,12 @@ def test_a_check_that_hangs_is_given_up():
     assert "did not return within 0.1 s" in found[0].words
 
 
+def test_a_path_that_cannot_be_used_is_named_in_the_remedy(tmp_path):
+    (room,) = examine(Subject(str(tmp_path / "no/run")), [c for c in CHECKS if c.name == "room"])
+    assert room.state == "problem"
+    assert str(tmp_path / "no/run") in room.remedy
+
+
 def test_of_a_scheme_only_what_matters_for_it_is_looked_at():
     def looked(scheme):
         found = []

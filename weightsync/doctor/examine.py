@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.doctor import gpus, machine, network, packages, storage, store, vllm
 from weightsync.doctor.finding import Finding, Subject, problem
+from weightsync.errors import DeadlineError
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,17 @@ def _matters(check: Check, subject: Subject) -> bool:
 
 
 def _run(check: Check, subject: Subject) -> list[Finding]:
-    remedy = "Report it, with the words; the other findings stand."
     try:
         found = call_with_deadline(
             lambda: check.look(subject), Deadline(check.seconds), f"the check of {check.name}"
         )
+    except DeadlineError as error:
+        remedy = "See what does not answer: a file system of another host, a driver, a name server."
+        return [problem(check.name, str(error), remedy)]
+    except OSError as error:
+        remedy = f"See that {subject.path} is there, and can be written to by this user."
+        return [problem(check.name, f"it could not be looked at: {error}", remedy)]
     except Exception as error:
-        kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-        return [problem(check.name, f"it could not be looked at: {kind}{error!s:.300}", remedy)]
+        words = f"it could not be looked at: {type(error).__name__}: {error!s:.300}"
+        return [problem(check.name, words, "Report it, with these words; the others stand.")]
     return found if isinstance(found, list) else [found]
