@@ -14,7 +14,7 @@ DOCUMENTS = [*PAGES, "CHANGELOG.md", "benchmarks/RESULTS.md"]
 FROM_ELSEWHERE = {"index.md", "changelog.md", "benchmarks/results.md"}
 """Pages that tools/pages/hooks.py takes from outside of docs."""
 
-TO_COME = {"command-line.md", "metrics.md"}
+TO_COME = {"metrics.md"}
 """Pages that have a place in the navigation before they are written."""
 
 _LINK = re.compile(r"\]\(([^)\s]*)\)")
