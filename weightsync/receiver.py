@@ -9,7 +9,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from weightsync.errors import (
 from weightsync.fleet import Fleet
 from weightsync.guard import Guard
 from weightsync.interrupts import deferred_interrupts
+from weightsync.listeners import Call, Listener
 from weightsync.replicas import engines_of
 from weightsync.report import ReceiverReport, State, SyncReport
 from weightsync.scheme_end import SchemeEnd
@@ -77,8 +78,11 @@ class Receiver(SchemeEnd):
         engine: see :func:`weightsync.engine.as_engine`; of several :class:`Replicas`, or a list.
         id: how the sender knows this receiver; unique in the run. Letters, digits, ``._-``.
         apply_timeout: seconds that one update of the engine may take, once it has begun.
+        listeners: called after each update; see :meth:`subscribe`.
         **options: of the engine.
     """
+
+    side = "receiver"
 
     def __init__(
         self,
@@ -87,10 +91,10 @@ class Receiver(SchemeEnd):
         *,
         id: str | None = None,
         apply_timeout: float = 300.0,
+        listeners: Sequence[Listener] = (),
         **options: Any,
     ) -> None:
-        self.scheme = scheme
-        self.id = id or new_id()
+        super().__init__(scheme, id or new_id(), listeners)
         self._options = options
         self._apply_timeout = Deadline(apply_timeout).seconds
         self._subscriber = scheme.create_subscriber(self.id)
@@ -248,6 +252,11 @@ class Receiver(SchemeEnd):
             MismatchError, CorruptError, EngineError, ...: it could not be applied. The engine
             holds the last good version, or is unusable, as ``status()`` says.
         """
+        with self._telling() as call:
+            call.report = self._poll(timeout, call)
+        return call.report
+
+    def _poll(self, timeout: float, call: Call) -> SyncReport | None:
         self._require_connected()
         self._require_thread()
         deadline = Deadline(timeout)
@@ -268,10 +277,11 @@ class Receiver(SchemeEnd):
             try:
                 with self._alone(Deadline(self._apply_timeout)) as deadline_of_apply:
                     if subscriber is self._subscriber and self._is_new(version):
-                        return self._apply(version, deadline_of_apply, again=False)
+                        return self._apply(version, deadline_of_apply, call)
             except VersionGoneError as error:
                 # Newer ones came while this one was looked at: take the newest there is. If that
                 # is the same one, somebody has removed it: nothing but time brings another.
+                call.version = None
                 if version == gone:
                     self._complain(version, error)
                     if deadline.expired:
@@ -291,6 +301,14 @@ class Receiver(SchemeEnd):
         Raises:
             DeadlineError: there is no version yet. Otherwise as ``poll_and_apply``.
         """
+        with self._telling() as call:
+            call.version = version
+            call.report = report = self._apply_wanted(version, timeout, call)
+        return report
+
+    def _apply_wanted(
+        self, version: Version | None, timeout: float | None, call: Call
+    ) -> SyncReport:
         self._require_connected()
         self._require_thread()
         deadline = Deadline(self._apply_timeout if timeout is None else timeout)
@@ -300,7 +318,7 @@ class Receiver(SchemeEnd):
                 if chosen is None:
                     raise DeadlineError(f"no version within {deadline.seconds:.1f} s")
                 try:
-                    return self._apply(chosen, deadline, again=True)
+                    return self._apply(chosen, deadline, call, again=True)
                 except VersionGoneError:
                     if version is not None or deadline.expired:
                         raise
@@ -349,16 +367,20 @@ class Receiver(SchemeEnd):
         finally:
             self._busy.release()
 
-    def _apply(self, version: Version, deadline: Deadline, again: bool) -> SyncReport:
+    def _apply(
+        self, version: Version, deadline: Deadline, call: Call, again: bool = False
+    ) -> SyncReport:
         self._require_not_applying()
         snapshot = self._subscriber.snapshot(version, deadline)
         update = Update(self._url, version, snapshot)
+        call.version = version
         self._applying = True
         try:
             with deferred_interrupts():
                 fit = self._fleet.update(update, self._held, deadline, again)
         finally:
             self._applying = False
+            call.seconds = self._fleet.seconds
             self._keep(update)
             self._acknowledge()
         return self._report(update, fit)
@@ -434,7 +456,8 @@ class Receiver(SchemeEnd):
             while not self._stop.is_set():
                 self._rest(pause)
                 try:
-                    report = self.poll_and_apply(timeout=0.2)
+                    with self._telling() as call:
+                        call.report = report = self._poll(0.2, call)
                     pause = 0.0
                     if report is not None and on_update is not None:
                         try:
@@ -445,7 +468,7 @@ class Receiver(SchemeEnd):
                     if self._stop.is_set():
                         return
                     pause = min(30.0, 2 * pause or 0.5)
-                    log.warning("receiver %s: %s", self.id, words_of(error))
+                    log.warning("%s", call.outcome(self, error))
                     if on_error is not None and isinstance(error, Exception):
                         try:
                             on_error(error)
@@ -525,6 +548,11 @@ class Receiver(SchemeEnd):
             In any case the receiver is where it was, and its engine holds what it held, as far as
             ``status()`` does not say otherwise. The other run's sender hears of it.
         """
+        with self._telling() as call:
+            call.report = report = self._switch(scheme, timeout, call)
+        return report
+
+    def _switch(self, scheme: WeightSyncScheme | str, timeout: float, call: Call) -> SyncReport:
         self._require_connected()
         self._require_thread()
         from weightsync.scheme import as_scheme  # which makes receivers
@@ -541,7 +569,7 @@ class Receiver(SchemeEnd):
             with self._alone(deadline):
                 destination.join(self.status(), deadline)
             while True:
-                tried = self._first_version(destination, deadline)
+                call.version = tried = self._first_version(destination, deadline)
                 report = self._try_to_move(destination, tried)
                 if report is not None:
                     return report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from weightsync.version import Version
 
@@ -121,6 +122,10 @@ class SyncReport:
         receivers: what the receivers known at the end of the call said; of a receiver's own
             report, itself.
         notes: what else people should know of it (why a fallback was used, say).
+        fell_back: another scheme was used than the first of a fallback's.
+        lag: how many versions behind the receiver is that is furthest behind, among those that
+            live and hold one. ``None`` where nobody was heard of: without ``wait="applied"``,
+            ``max_lag=`` and attached receivers, and in a receiver's report.
     """
 
     version: Version
@@ -134,6 +139,8 @@ class SyncReport:
     skipped: bool = False
     receivers: tuple[ReceiverReport, ...] = ()
     notes: tuple[str, ...] = ()
+    fell_back: bool = False
+    lag: int | None = None
 
     def behind(self) -> tuple[ReceiverReport, ...]:
         """The receivers that do not hold this version."""
@@ -142,6 +149,28 @@ class SyncReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for logs."""
         return asdict(self)
+
+    def metrics(self, prefix: str = "weightsync/") -> dict[str, int | float]:
+        """Flat numbers, for wandb, tensorboard and the like.
+
+        ``version`` and ``epoch``, ``bytes``, ``tensors``, ``seconds/...`` by phase,
+        ``receivers/...`` by state, ``fallback`` and ``skipped`` (0 or 1); ``changed`` and ``lag``
+        where they are known.
+        """
+        states = Counter(receiver.state for receiver in self.receivers)
+        values: dict[str, int | float | None] = {
+            "version": self.version.number,
+            "epoch": self.version.epoch,
+            "bytes": self.nbytes,
+            "tensors": self.tensors,
+            "changed": self.changed,
+            "lag": self.lag,
+            "fallback": int(self.fell_back),
+            "skipped": int(self.skipped),
+            **{f"seconds/{phase}": taken for phase, taken in asdict(self.seconds).items()},
+            **{f"receivers/{state.replace(' ', '_')}": states[state] for state in get_args(State)},
+        }
+        return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> SyncReport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -32,6 +33,7 @@ log = logging.getLogger("weightsync")
 _REGISTRY: dict[str, type[WeightSyncScheme]] = {}
 _ENTRY_POINTS = "weightsync.schemes"
 _ERRORS = "surrogateescape"  # how Python holds file names that are not UTF-8
+_USER = re.compile(r"//[^/@]*@")  # and its password, of a URL within a URL
 _BUILT_IN = {
     "shm": "weightsync.schemes.double_buffer",
     "cuda-ipc": "weightsync.schemes.cuda_ipc",
@@ -127,6 +129,10 @@ class WeightSyncScheme(ABC):
         return Receiver(self, engine, **options)
 
     # ---------------------------------------------------------------- URL and dict
+
+    def where(self) -> str:
+        """The URL without options and secrets: for logs, and for labels of metrics."""
+        return _USER.sub("//", f"{self.url_scheme}://{''.join(self.address())}")
 
     def purpose(self) -> str:
         """What the ranks of one trainer meet for: equal on all of them."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
+from weightsync.listeners import Call, Listener
 from weightsync.manifest import Manifest
 from weightsync.ranks import Ranks
 from weightsync.receiver import Receiver
@@ -32,7 +34,7 @@ from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as
 from weightsync.together import follow, lead
 from weightsync.transport import Published
 from weightsync.version import Version
-from weightsync.words import without_secrets
+from weightsync.words import one_line, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -58,10 +60,14 @@ class Sender(SchemeEnd):
         group: the ``torch.distributed`` ranks that hold the model together, all of which make the
             same calls of their senders; rank 0 of them publishes. None: all ranks if the model
             is sharded (FSDP, DTensors, ZeRO-3) when the sender connects, else this process alone.
+        listeners: called after each update; see :meth:`subscribe`. Of several ranks those of
+            rank 0's sender.
         gather: how a sharded model is sent. False: each rank writes its own rows, nothing is
             gathered (ranks of one host, double buffer). True: all ranks gather bucket by bucket,
             rank 0 sends. None: the former where it is possible.
     """
+
+    side = "sender"
 
     def __init__(
         self,
@@ -79,8 +85,9 @@ class Sender(SchemeEnd):
         timeout: float = 300.0,
         group: Any = None,
         gather: bool | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
-        self.scheme = scheme
+        super().__init__(scheme, listeners=listeners)
         self._group = group
         if gather is not None and type(gather) is not bool:
             raise SourceError(f"gather={gather!r:.80}: True, False or None")
@@ -133,7 +140,8 @@ class Sender(SchemeEnd):
         if not isinstance(version, Version):
             words = "a Version, its number, or the text of an engine's label"
             raise TypeError(f"lag({version!r:.80}): {words} was expected")
-        return sum(published > version for published in self._published)
+        newest_first = reversed(self._published)
+        return sum(1 for _ in takewhile(lambda published: published > version, newest_first))
 
     def _remember(self, version: Version) -> None:
         if version != self.version:  # the same once more is no other version
@@ -277,20 +285,23 @@ class Sender(SchemeEnd):
             ReceiverError: published, but a receiver failed, died, was late or is further behind
                 than ``max_lag``. The others went on; the error carries the report.
         """
-        began = time.perf_counter()
-        deadline = Deadline(self._timeout if timeout is None else timeout)
-        lag = 0 if wait == "applied" else max_lag
-        with self._alone(deadline):
-            if self._ranks is None:
-                source = self._checked(weights, wait, receivers, max_lag)
-                return self._update(source, version, lag, deadline, receivers, began)
-            with self._ranks.operation(deadline):  # first of all: all hear what fails here
-                source = self._checked(weights, wait, receivers, max_lag)
-                if not self._ranks.leads:
-                    return self._follow(self._ranks, source, deadline, version)
-                report = self._update(source, version, lag, deadline, receivers, began)
-                self._ranks.say({"report": report.to_dict()})
-                return report
+        with self._telling() as call:
+            deadline = Deadline(self._timeout if timeout is None else timeout)
+            lag = 0 if wait == "applied" else max_lag
+            with self._alone(deadline):
+                if self._ranks is None:
+                    source = self._checked(weights, wait, receivers, max_lag)
+                    report = self._update(source, version, lag, deadline, receivers, call)
+                else:
+                    with self._ranks.operation(deadline):  # first: all hear what fails here
+                        source = self._checked(weights, wait, receivers, max_lag)
+                        if self._ranks.leads:
+                            report = self._update(source, version, lag, deadline, receivers, call)
+                            self._ranks.say({"report": report.to_dict()})
+                        else:
+                            report = self._follow(self._ranks, source, deadline, version)
+            call.report = report
+        return report
 
     def _checked(
         self, weights: Any, wait: str, receivers: Sequence[str] | None, max_lag: int | None
@@ -327,6 +338,10 @@ class Sender(SchemeEnd):
             self._remember(report.version)
         return report
 
+    def _tell(self, call: Call, error: BaseException | None = None) -> None:
+        if self._ranks is None or self._ranks.leads:  # once for each update, not on every rank
+            super()._tell(call, error)
+
     @contextmanager
     def _alone(self, deadline: Deadline) -> Iterator[None]:
         """One update at a time, whichever threads they come from."""
@@ -349,16 +364,16 @@ class Sender(SchemeEnd):
         max_lag: int | None,
         deadline: Deadline,
         receivers: Sequence[str] | None,
-        began: float,
+        call: Call,
     ) -> SyncReport:
         if self._epoch is None:
             raise WeightSyncError("the sender was shut down")
-        new = Version(self._epoch, self._next_number(version))
+        call.version = new = Version(self._epoch, self._next_number(version))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # a tensor may still be computed on a stream of the trainer's
         try:
             inventory = source.inventory()
-            looked = time.perf_counter() - began
+            looked = time.perf_counter() - call.began
             if self._ranks is not None:
                 published = lead(
                     self._ranks,
@@ -392,13 +407,16 @@ class Sender(SchemeEnd):
             skipped=published.skipped,
             receivers=published.failures,
             notes=published.notes,
+            fell_back=published.fell_back,
         )
         owed: Version | None = None
         if not published.skipped:
             self._remember(new)
             owed = self._owed(max_lag)
             report = self._drive(report, owed, deadline, receivers)
-        report = replace(report, seconds=replace(report.seconds, total=time.perf_counter() - began))
+        total = time.perf_counter() - call.began
+        seconds = replace(report.seconds, total=total)
+        report = replace(report, seconds=seconds, lag=self._worst_lag(report.receivers))
         behind = tuple(r for r in report.behind() if owed is None or not _may_lag(r, owed))
         failures = (*behind, *self._bereaved(report, behind))
         if failures and not report.skipped:
@@ -406,6 +424,10 @@ class Sender(SchemeEnd):
             bound = f" (max_lag={max_lag})" if max_lag else ""
             raise ReceiverError(f"version {new.number}{bound}: {words}", failures, report)
         return report
+
+    def _worst_lag(self, reports: Sequence[ReceiverReport]) -> int | None:
+        held = [r.version for r in reports if r.version is not None and r.state not in _GONE]
+        return max(map(self.lag, held), default=None)
 
     def _owed(self, max_lag: int | None) -> Version | None:
         """The oldest version that a receiver may hold now; None: any, or none at all."""
@@ -464,7 +486,7 @@ class Sender(SchemeEnd):
             try:
                 status = receiver.apply_from(self.scheme, version, deadline.remaining)
             except Exception as error:
-                log.warning("attached receiver %s: %s", receiver.id, error)
+                log.warning("receiver %s: version %s: %s", receiver.id, version, one_line(error))
                 status = receiver.status() if receiver.scheme == self.scheme else None
             if status is not None:
                 answers[receiver.id] = status

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +16,13 @@ import torch
 from weightsync.attempt import words_of
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, VersionGoneError, WeightSyncError
+from weightsync.listeners import Call, Listener
 from weightsync.receiver import new_id
-from weightsync.report import ReceiverReport, State
+from weightsync.report import ReceiverReport, Seconds, State, SyncReport
 from weightsync.scheme_end import SchemeEnd
 from weightsync.transport import Snapshot
 from weightsync.version import Version
-from weightsync.words import without_secrets
+from weightsync.words import one_line, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -45,12 +46,21 @@ class StreamReceiver(SchemeEnd):
     Args:
         scheme: as on the sender's side.
         id: how the sender knows this receiver; unique in the run. Letters, digits, ``._-``.
+        listeners: called after each stream; see :meth:`subscribe`. The seconds that they are told
+            of are those from the lease of the version to the end of the stream.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, *, id: str | None = None) -> None:
-        self.id = id or new_id()
+    side = "receiver"
+
+    def __init__(
+        self,
+        scheme: WeightSyncScheme,
+        *,
+        id: str | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        super().__init__(scheme, id or new_id(), listeners)
         self.version: Version | None = None
-        self._url = scheme.to_url()
         self._subscriber = scheme.create_subscriber(self.id)
         self._busy = threading.Lock()
         self._turn = object()
@@ -83,12 +93,16 @@ class StreamReceiver(SchemeEnd):
             CorruptError: its bytes are wrong.
             WeightSyncError: ``release`` or another stream has ended this one.
         """
-        turn = self.release()
+        turn, call = self.release(), Call()
         try:
-            snapshot = await asyncio.to_thread(self._lease, turn, Deadline(timeout), at_least)
+            snapshot = await asyncio.to_thread(self._lease, turn, Deadline(timeout), at_least, call)
         except asyncio.CancelledError:
             if turn is self._turn:
                 self.release()
+            raise
+        except Exception as error:
+            if turn is self._turn:
+                self._tell(call, error)
             raise
         name = "none"
         try:
@@ -100,9 +114,9 @@ class StreamReceiver(SchemeEnd):
             left = isinstance(error, GeneratorExit)  # by whom it was handed to
             words = "the stream was not taken to its end" if left else words_of(error)
             said = f"{words}; the last tensor taken was {name!r}"
-            self._conclude(turn, None, snapshot.version, said)
+            self._conclude(turn, snapshot, call, WeightSyncError(said) if left else error, said)
             raise
-        self._conclude(turn, snapshot.version, snapshot.version)
+        self._conclude(turn, snapshot, call)
 
     def release(self) -> object:
         """Give back the version that was handed out last, and end whatever waits for one."""
@@ -118,22 +132,26 @@ class StreamReceiver(SchemeEnd):
         self.release()
         self._subscriber.close()
 
-    def _lease(self, turn: object, deadline: Deadline, at_least: Version | None) -> Snapshot:
+    def _lease(
+        self, turn: object, deadline: Deadline, at_least: Version | None, call: Call
+    ) -> Snapshot:
         self.connect(deadline)
         seen: Version | None = None
         while True:
             self._require(turn)
             version = self._subscriber.wait(seen, deadline.at_most(_SLICE))
             if version is not None and (at_least is None or version >= at_least):
+                call.began, call.version = time.perf_counter(), version
                 try:
                     return self._verified(turn, version, deadline)
                 except VersionGoneError:
+                    call.version = None
                     time.sleep(_AGAIN)  # a newer one is there, or will be
             elif version is not None:
                 seen = version
             if deadline.expired:
                 wanted = "" if at_least is None else f" as new as {at_least}"
-                where = without_secrets(self._url)
+                where = without_secrets(self.scheme.to_url())
                 raise DeadlineError(
                     f"receiver {self.id!r}: no version{wanted} came by {where} within "
                     f"{deadline.seconds:.1f} s"
@@ -160,20 +178,40 @@ class StreamReceiver(SchemeEnd):
             raise WeightSyncError(f"receiver {self.id!r}: the stream was ended by a later call")
 
     def _conclude(
-        self, turn: object, held: Version | None, attempted: Version, error: str | None = None
+        self,
+        turn: object,
+        snapshot: Snapshot,
+        call: Call,
+        error: BaseException | None = None,
+        words: str | None = None,
     ) -> None:
         """Tell the sender what became of a stream, unless a later one has taken its place."""
-        if turn is self._turn:
-            self.version = held
-            self._say("unusable" if held is None else "applied", attempted, error)
+        if turn is not self._turn:
+            return
+        version = snapshot.version
+        self.version = None if error is not None else version
+        state: State = "applied" if error is None else "unusable"
+        said = self._say(state, version, words)
+        taken = time.perf_counter() - call.began
+        call.seconds = Seconds(apply=taken, total=taken)
+        if error is None:
+            manifest = snapshot.manifest
+            size = manifest.payload, len(manifest.tensors)
+            kind = self.scheme.url_scheme
+            call.report = SyncReport(version, kind, *size, None, call.seconds, receivers=(said,))
+        self._tell(call, error)
 
     def _say(
         self, state: State, attempted: Version | None = None, error: str | None = None
-    ) -> None:
+    ) -> ReceiverReport:
         where = socket.gethostname(), os.getpid()
         report = ReceiverReport(self.id, state, self.version, attempted, error, *where)
         try:
             self._subscriber.acknowledge(report)
         except (WeightSyncError, OSError) as failure:
             # What was taken was taken; a sender that cannot be told will see a late receiver.
-            log.warning("receiver %s could not acknowledge: %s", self.id, failure)
+            said = f"{state}, version {attempted}"
+            log.warning(
+                "receiver %s cannot tell its sender (%s): %s", self.id, said, one_line(failure)
+            )
+        return report

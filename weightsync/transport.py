@@ -46,6 +46,7 @@ class Published:
             For transports that hand it to each receiver themselves.
         notes: what else people should know of it (why a fallback was used, say).
         scheme: which it went through, where a publisher has several.
+        fell_back: it is another one than the first of them.
     """
 
     nbytes: int
@@ -58,6 +59,7 @@ class Published:
     failures: tuple[ReceiverReport, ...] = ()
     notes: tuple[str, ...] = ()
     scheme: str | None = None
+    fell_back: bool = False
 
 
 class Crew(ABC):

@@ -44,3 +44,9 @@ def by_reason(reasons: Mapping[str, str], most: int = 3, named: int = 4) -> str:
         parts.append(f"{', '.join(names[:named])}{more} ({why})")
     rest = sum(map(len, list(things.values())[most:]))
     return "; ".join(parts + [f"{rest} more for other reasons"] * (rest > 0))
+
+
+def one_line(error: object) -> str:
+    """An error's kind and words, or a text, on one line: for logs."""
+    text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
+    return " ".join(text.split())[:4000]

@@ -125,6 +125,9 @@ class FallbackScheme(WeightSyncScheme):
     def address(self) -> tuple[str, str]:
         return ",".join(_escaped(scheme.to_url()) for scheme in self.schemes), ""
 
+    def where(self) -> str:
+        return f"{self.url_scheme}://{','.join(scheme.where() for scheme in self.schemes)}"
+
     def to_url(self) -> str:
         beginning = f"{self.url_scheme}://{self.address()[0]}"
         options = super().to_url().removeprefix(beginning)

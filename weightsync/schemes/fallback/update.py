@@ -109,7 +109,9 @@ class Update:
                 if not published.skipped:
                     published = self._sent_on(published, route, [*left, *others])
                 notes = (*self.notes, *published.notes)
-                return replace(published, scheme=self._way(), notes=notes)
+                return replace(
+                    published, scheme=self._way(), fell_back=self._fell_back(), notes=notes
+                )
         again = ", once more, the way it went before" if others else ""
         raise as_one(self._failed, f"version {self._version.number} could not be sent{again}")
 
@@ -252,12 +254,24 @@ class Update:
         manifest: Manifest = self._weights.source.manifest()
         self.note("every receiver has it all the same")
         nbytes, count = manifest.payload, len(manifest.tensors)
-        return Published(nbytes, count, None, 0.0, 0.0, notes=tuple(self.notes), scheme=self._way())
+        return Published(
+            nbytes,
+            count,
+            None,
+            0.0,
+            0.0,
+            notes=tuple(self.notes),
+            scheme=self._way(),
+            fell_back=self._fell_back(),
+        )
 
     def _way(self) -> str:
         """What it went through."""
         names = list(self.sent.to) or ([self.used.name] if self.used else [])
         return "+".join(names)
+
+    def _fell_back(self) -> bool:
+        return self._way() != self._routes[0].name
 
 
 def _is_there(known: dict[str, Said], receiver: str, route: Route) -> bool:
