@@ -6,9 +6,12 @@ Importing it imports neither vllm nor ray, and torch only when something is used
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+logging.getLogger("weightsync").addHandler(logging.NullHandler())  # quiet, unless asked
 
 _PUBLIC = {
     "DoubleBufferScheme": "weightsync.schemes.double_buffer",

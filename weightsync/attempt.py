@@ -19,6 +19,7 @@ from weightsync.engine import Engine, Fit, Update
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError, VersionGoneError
 from weightsync.report import State
 from weightsync.version import Version
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -128,6 +129,7 @@ class Attempt:
     notes: list[str] = field(default_factory=list)
     pause: float = 0.0
     total: float = 0.0
+    _wanted: Version | None = None
     _reads: Update | None = None
     _given_up: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -153,7 +155,7 @@ class Attempt:
     def run(self, way: Way) -> None:
         """Take the engine through an update. What goes wrong is in ``error``."""
         began = time.perf_counter()
-        self._reads = way.update
+        self._reads, self._wanted = way.update, way.update.version
         try:
             self._update(way)
         except BaseException as error:
@@ -230,7 +232,7 @@ class Attempt:
             with suppress(Exception):  # should it live after all, it must not stay paused
                 self.engine.resume()
             return
-        error = _insist(self.engine.resume)
+        error = _insist(self.engine.resume, self.name)
         if error is None:
             return
         self._let_go("dead" if isinstance(error, EngineDiedError) else "unusable")
@@ -242,13 +244,15 @@ class Attempt:
         """Have the engine itself say that it holds nothing, and the report say why."""
         self.notes.append(why)
         if self.state != "dead":
-            log.error("engine %s is unusable until the next full update: %s", self.name, why)
-            error = _insist(lambda: self.engine.label(None))
+            log.error(
+                "engine %s is unusable after version %s: %s", self.name, self._wanted, one_line(why)
+            )
+            error = _insist(lambda: self.engine.label(None), self.name)
             if error is not None:
-                log.warning("engine %s keeps its label: %s", self.name, words_of(error))
+                log.warning("engine %s keeps its label: %s", self.name, one_line(error))
 
 
-def _insist(action: Callable[[], None]) -> BaseException | None:
+def _insist(action: Callable[[], None], name: str) -> BaseException | None:
     """Try something three times, unless that makes no sense. Returns the last error."""
     for wait in (*_AGAIN, None):
         try:
@@ -259,7 +263,7 @@ def _insist(action: Callable[[], None]) -> BaseException | None:
         except BaseException as error:
             if wait is None or not isinstance(error, Exception):
                 return error
-            log.warning("tried again, after %s", words_of(error))
+            log.warning("engine %s is asked again, after %s", name, one_line(error))
             time.sleep(wait)
     return None
 

@@ -21,7 +21,7 @@ from weightsync.engine import Engine, Fit, Update, Verification
 from weightsync.errors import DeadlineError, EngineDiedError, EngineError, EngineUnusableError
 from weightsync.report import EngineReport, Seconds, State
 from weightsync.version import Version
-from weightsync.words import without_secrets
+from weightsync.words import one_line, without_secrets
 
 log = logging.getLogger("weightsync")
 
@@ -245,12 +245,13 @@ class Fleet:
         for member in self.members:
             member.look_after()
             if member.late is not None:
-                log.warning("engine %s has not come back, and is left so", member.name)
+                late = member.late.version
+                log.warning("engine %s has not come back from version %s", member.name, late)
             elif id(member.engine) not in kept:
                 try:
                     member.engine.close()
                 except Exception as error:
-                    log.warning("engine %s: %s", member.name, words_of(error))
+                    log.warning("engine %s did not close: %s", member.name, one_line(error))
         self.release()
 
     # ---------------------------------------------------------------- from one run to another
@@ -278,14 +279,14 @@ class Fleet:
         try:
             self._each(lambda member: member.engine.leave(self._url), Deadline(LEAVING), self.alive)
         except Exception as error:
-            log.warning("%s is left: %s", without_secrets(self._url), words_of(error))
+            log.warning("while %s is left: %s", without_secrets(self._url), one_line(error))
 
     def stay(self) -> None:
         """Have engines that can take updates of one run only take those of this one again."""
         try:
             self.join(Deadline(LEAVING))
         except Exception as error:
-            log.warning("staying in %s: %s", without_secrets(self._url), words_of(error))
+            log.warning("while staying in %s: %s", without_secrets(self._url), one_line(error))
 
     def take_back(self, other: Fleet, held: Update | None) -> None:
         """The engines are to stay in this run: some have been given a version of the other's.
@@ -301,7 +302,7 @@ class Fleet:
         try:
             self.update(held, None, Deadline(self._apply_timeout), again=False)
         except Exception as error:
-            log.error("going back to %s: %s", held.version, words_of(error))
+            log.error("while going back to version %s: %s", held.version, one_line(error))
 
     # ---------------------------------------------------------------- where they stand
 

@@ -16,6 +16,7 @@ from weightsync.manifest import Manifest
 from weightsync.transport import Memory, Subscriber
 from weightsync.upload import Staging
 from weightsync.version import Version
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -94,7 +95,7 @@ class ReadAhead:
             try:
                 self._look()
             except Exception as error:  # it is read again, and told of, when it is wanted
-                log.debug("not read ahead: %s: %s", type(error).__name__, error)
+                log.debug("not read ahead: %s", one_line(error))
                 self._closed.wait(0.5)
 
     def _look(self) -> None:

@@ -38,7 +38,7 @@ from weightsync.scheme_end import SchemeEnd
 from weightsync.switching import Destination
 from weightsync.transport import Snapshot
 from weightsync.version import Version
-from weightsync.words import without_secrets
+from weightsync.words import one_line, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -151,7 +151,7 @@ class Receiver(SchemeEnd):
             self._subscriber.open(deadline)
             self._acknowledge()
         except (WeightSyncError, OSError) as error:
-            log.warning("receiver %s could not tell the sender of its failure: %s", self.id, error)
+            log.warning("receiver %s cannot tell of its failure: %s", self.id, one_line(error))
         finally:
             self._subscriber.close()
 
@@ -343,7 +343,7 @@ class Receiver(SchemeEnd):
         """Into the log, once for each version."""
         if version != self._missed:
             self._missed = version
-            log.warning("receiver %s: %s", self.id, error)
+            log.warning("receiver %s: version %s: %s", self.id, version, one_line(error))
 
     def _is_new(self, version: Version) -> bool:
         """Another thread may have applied a newer one since this was seen."""
@@ -675,7 +675,7 @@ class Receiver(SchemeEnd):
 
     async def connect_async(self, timeout: float = 60.0) -> None:
         """As :meth:`connect`."""
-        await _in_thread(partial(self.connect, timeout))
+        await _in_thread(self.id, partial(self.connect, timeout))
 
     async def poll_and_apply_async(self, timeout: float = 0.0) -> SyncReport | None:
         """As :meth:`poll_and_apply`."""
@@ -683,7 +683,7 @@ class Receiver(SchemeEnd):
         while True:
             # In slices: a cancelled wait must neither take long nor apply what comes later.
             slice_of_it = deadline.at_most(_SLICE).remaining
-            report = await _in_thread(partial(self.poll_and_apply, slice_of_it))
+            report = await _in_thread(self.id, partial(self.poll_and_apply, slice_of_it))
             if report is not None or deadline.expired:
                 return report
 
@@ -691,21 +691,21 @@ class Receiver(SchemeEnd):
         self, version: Version | None = None, timeout: float | None = None
     ) -> SyncReport:
         """As :meth:`apply_weights`."""
-        return await _in_thread(partial(self.apply_weights, version, timeout))
+        return await _in_thread(self.id, partial(self.apply_weights, version, timeout))
 
     async def switch_async(
         self, scheme: WeightSyncScheme | str, timeout: float = 60.0
     ) -> SyncReport:
         """As :meth:`switch`."""
-        return await _in_thread(partial(self.switch, scheme, timeout))
+        return await _in_thread(self.id, partial(self.switch, scheme, timeout))
 
     async def verify_weights_async(self, answers: bool = False) -> Verification:
         """As :meth:`verify_weights`."""
-        return await _in_thread(lambda: self.verify_weights(answers))
+        return await _in_thread(self.id, lambda: self.verify_weights(answers))
 
     async def shutdown_async(self) -> None:
         """As :meth:`shutdown`."""
-        await _in_thread(self.shutdown)
+        await _in_thread(self.id, self.shutdown)
 
     @asynccontextmanager
     async def hold_async(self) -> AsyncIterator[Version | None]:
@@ -760,7 +760,8 @@ class Receiver(SchemeEnd):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(patience)
         if not self._busy.acquire(timeout=patience):
-            log.warning("receiver %s ends while its engine still takes an update", self.id)
+            words = "receiver %s (version %s) ends, its engine takes an update still"
+            log.warning(words, self.id, self.version)
             self._subscriber.close()
             return
         try:
@@ -778,7 +779,10 @@ class Receiver(SchemeEnd):
             self._subscriber.acknowledge(self.status())
         except (WeightSyncError, OSError) as error:
             # The engine is as it is; a sender that cannot be told will see a late receiver.
-            log.warning("receiver %s could not acknowledge: %s", self.id, error)
+            said = f"{self.state}, version {self._fleet.attempted}"
+            log.warning(
+                "receiver %s cannot tell its sender (%s): %s", self.id, said, one_line(error)
+            )
 
     def _require_not_applying(self) -> None:
         if self._applying:  # this thread is inside of _alone(): it is its own doing
@@ -795,14 +799,15 @@ def _close_after(readers: list[threading.Thread], snapshot: Snapshot) -> None:
     snapshot.close()
 
 
-async def _in_thread(call: Callable[[], T]) -> T:
+async def _in_thread(id: str, call: Callable[[], T]) -> T:
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
-        if not running.cancelled() and running.exception() is not None:
-            log.warning("ended with its coroutine: %s", words_of(running.exception()))
+        error = None if running.cancelled() else running.exception()
+        if error is not None:
+            log.warning("receiver %s: its coroutine was cancelled: %s", id, one_line(error))
         raise
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ from weightsync.errors import SchemeError
 from weightsync.inspection import RunStatus
 from weightsync.run.kind import RunKind
 from weightsync.transport import Publisher, Subscriber
-from weightsync.words import a_kind, without_secrets
+from weightsync.words import a_kind, address_of, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.receiver import Receiver
@@ -33,7 +32,6 @@ log = logging.getLogger("weightsync")
 _REGISTRY: dict[str, type[WeightSyncScheme]] = {}
 _ENTRY_POINTS = "weightsync.schemes"
 _ERRORS = "surrogateescape"  # how Python holds file names that are not UTF-8
-_USER = re.compile(r"//[^/@]*@")  # and its password, of a URL within a URL
 _BUILT_IN = {
     "shm": "weightsync.schemes.double_buffer",
     "cuda-ipc": "weightsync.schemes.cuda_ipc",
@@ -132,7 +130,7 @@ class WeightSyncScheme(ABC):
 
     def where(self) -> str:
         """The URL without options and secrets: for logs, and for labels of metrics."""
-        return _USER.sub("//", f"{self.url_scheme}://{''.join(self.address())}")
+        return address_of(self.to_url())
 
     def purpose(self) -> str:
         """What the ranks of one trainer meet for: equal on all of them."""

@@ -14,7 +14,7 @@ from weightsync.fleet import Fleet
 from weightsync.manifest import Manifest
 from weightsync.report import ReceiverReport
 from weightsync.version import Version
-from weightsync.words import without_secrets
+from weightsync.words import one_line, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -77,7 +77,8 @@ class Destination:
         try:
             self.subscriber.acknowledge(told)
         except (WeightSyncError, OSError) as error:
-            log.warning("%s cannot be told of %s: %s", self.where, status.receiver, error)
+            who = f"receiver {status.receiver}"
+            log.warning("%s: %s cannot be told of it: %s", who, self.where, one_line(error))
 
     def newest(self, deadline: Deadline) -> Version | None:
         """Its newest version, as soon as there is one. None: at the deadline."""
@@ -92,7 +93,7 @@ class Destination:
         snapshot = self.subscriber.snapshot(version, deadline)
         try:
             if held is not None:
-                require_same_architecture(snapshot.manifest, held.snapshot.manifest, self.url)
+                require_same_architecture(snapshot.manifest, held.snapshot.manifest, self.where)
         except BaseException:
             snapshot.close()
             raise

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 _SECRET = re.compile(r"(?<=[?&;]token=)[^&;,#'\"\s]+")
+_USER = re.compile(r"//[^/@]*@")
 _UNITS = ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
 
 
@@ -44,6 +45,11 @@ def by_reason(reasons: Mapping[str, str], most: int = 3, named: int = 4) -> str:
         parts.append(f"{', '.join(names[:named])}{more} ({why})")
     rest = sum(map(len, list(things.values())[most:]))
     return "; ".join(parts + [f"{rest} more for other reasons"] * (rest > 0))
+
+
+def address_of(url: str) -> str:
+    """A URL without what may be secret in it: options, user and password."""
+    return _USER.sub("//", url.partition("?")[0])
 
 
 def one_line(error: object) -> str:

@@ -107,7 +107,7 @@ def choose(
         port=port,
     )
     choice = search.choose(may_grow)
-    log.info("%s", choice)
+    log.info("%s, because %s", _name(choice.scheme), "; ".join(choice.reasons))
     return choice
 
 

@@ -7,6 +7,7 @@ import logging
 import socket
 
 from weightsync.engines.vllm.ballot import LARGEST, message
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -30,4 +31,4 @@ def send(request: str, answer: str) -> None:
         with socket.create_connection(address, timeout=_PATIENCE) as connection:
             connection.sendall(content)
     except Exception as error:
-        log.warning("an answer did not reach the driver: %s: %s", type(error).__name__, error)
+        log.warning("an answer did not reach the driver: %s", one_line(error))

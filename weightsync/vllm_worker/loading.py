@@ -26,7 +26,7 @@ from weightsync.transport import Memory, Snapshot
 from weightsync.upload import Staging, Through, merged
 from weightsync.vllm_worker import copy_plan
 from weightsync.vllm_worker.copy_plan import CopyPlan
-from weightsync.words import by_reason, size
+from weightsync.words import by_reason, one_line, size
 
 log = logging.getLogger("weightsync")
 
@@ -89,7 +89,7 @@ class Loader:
             plan = copy_plan.make(model, config, manifest, stream())
         except EngineError as error:
             self._why = str(error)
-            log.warning("%s: %s", self.target, error)
+            log.warning("%s: %s", self.target, one_line(error))
             return
         self._device = device_of(next(model.parameters()).device)
         enough = plan.share > 0 if self._apply == "plan" else plan.share >= _WORTH

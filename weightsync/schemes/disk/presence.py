@@ -20,6 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.run.records import MAX_RECORD, number, reading, text
 from weightsync.schemes.disk.store import Store
+from weightsync.words import address_of, one_line
 
 log = logging.getLogger("weightsync")
 
@@ -185,7 +186,8 @@ class _Life:
                     return
                 self.tell(Deadline(self._patience))
             except Exception as error:  # the store may be back at the next beat
-                log.debug("%s: no beat of %s: %s", self._store.url, self._name, error)
+                where = address_of(self._store.url)
+                log.debug("%s: no beat of %s: %s", where, self._name, one_line(error))
 
     def end(self) -> None:
         if os.getpid() != self._pid or self._over.is_set():

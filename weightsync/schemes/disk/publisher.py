@@ -34,6 +34,7 @@ from weightsync.schemes.disk.version import Written, write_version
 from weightsync.source import WeightSource
 from weightsync.transport import Crew, Published, Publisher
 from weightsync.version import Version
+from weightsync.words import one_line
 
 if TYPE_CHECKING:
     from weightsync.schemes.disk import DiskScheme
@@ -157,7 +158,7 @@ class DiskPublisher(Publisher):
         try:
             retire(run, self._scheme.keep, self._history.version)
         except (OSError, WeightSyncError) as error:  # the version is published all the same
-            log.warning("%s: old versions could not be removed: %s", run.path, error)
+            log.warning("%s: old versions could not be removed: %s", run.path, one_line(error))
 
     # ---------------------------------------------------------------- receivers
 

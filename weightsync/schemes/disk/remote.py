@@ -50,6 +50,7 @@ from weightsync.schemes.disk.version import Written, write_version
 from weightsync.source import WeightSource
 from weightsync.transport import Crew, Published, Publisher, Snapshot, Subscriber
 from weightsync.version import Version, require_newer
+from weightsync.words import address_of, one_line
 
 if TYPE_CHECKING:
     from weightsync.schemes.disk import DiskScheme
@@ -254,7 +255,8 @@ class RemotePublisher(Publisher):
                 if version != self._history.version:
                     _remove(self._store, version, deadline)
         except WeightSyncError as error:  # the version is published all the same
-            log.warning("%s: old versions could not be removed: %s", self._store.url, error)
+            where = address_of(self._store.url)
+            log.warning("%s: old versions could not be removed: %s", where, one_line(error))
 
     def receivers(self) -> list[ReceiverReport]:
         return self._receivers.reports()

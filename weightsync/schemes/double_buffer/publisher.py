@@ -42,6 +42,7 @@ from weightsync.schemes.double_buffer.slot import require_room, slot_size
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
 from weightsync.version import Version
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -258,7 +259,7 @@ class DoubleBufferPublisher(Publisher):
         try:
             self._drop_generations(run)
         except (OSError, WeightSyncError) as error:  # the version is published all the same
-            log.warning("%s: old buffers could not be removed: %s", run.path, error)
+            log.warning("%s: old buffers could not be removed: %s", run.path, one_line(error))
         extract = looked + streamed
         transfer = time.perf_counter() - began - extract
         notes = self._downloads.notes()

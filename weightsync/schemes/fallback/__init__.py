@@ -28,7 +28,7 @@ from weightsync.schemes.fallback.publisher import FallbackPublisher
 from weightsync.schemes.fallback.route import Route
 from weightsync.schemes.fallback.subscriber import FallbackSubscriber
 from weightsync.transport import Publisher, Subscriber
-from weightsync.words import a_kind
+from weightsync.words import a_kind, one_line
 
 __all__ = ["FallbackScheme"]
 
@@ -107,7 +107,7 @@ class FallbackScheme(WeightSyncScheme):
             try:
                 links.append(Link(name, scheme.create_reader(rank, size)))
             except FAULTS as error:  # a worker without a GPU, say
-                log.warning("%s is of no use here: %s", name, words_of(error))
+                log.warning("%s is of no use here: %s", name, one_line(words_of(error)))
                 failed.append(error)
         if not links:
             raise failed[0]

@@ -13,6 +13,7 @@ from weightsync.report import ReceiverReport
 from weightsync.schemes.fallback.faults import FAULTS, words_of
 from weightsync.transport import Snapshot, Subscriber
 from weightsync.version import Version
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -162,4 +163,4 @@ class Link:
         words = words_of(error)
         if words != self._complaint:
             self._complaint = words
-            log.warning("%s: %s", self.name, words)
+            log.warning("%s: %s", self.name, one_line(words))

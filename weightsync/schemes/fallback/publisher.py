@@ -19,6 +19,7 @@ from weightsync.schemes.fallback.update import Update, as_one
 from weightsync.source import Inventory, WeightSource
 from weightsync.transport import Crew, Published, Publisher
 from weightsync.version import Version, require_newer
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -85,7 +86,7 @@ class FallbackPublisher(Publisher):
     @staticmethod
     def _set_aside(route: Route, error: Exception) -> None:
         route.fault = Fault(error)
-        log.warning("%s cannot be used: %s", route.name, route.fault)
+        log.warning("%s cannot be used: %s", route.name, one_line(route.fault))
 
     # ---------------------------------------------------------------- publishing
 

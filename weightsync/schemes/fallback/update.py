@@ -31,6 +31,7 @@ from weightsync.schemes.fallback.faults import FAULTS, Fault, words_of
 from weightsync.schemes.fallback.route import Route
 from weightsync.transport import Crew, Published
 from weightsync.version import Version
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -184,7 +185,7 @@ class Update:
         route.fault = Fault(error)
         self._failed.append((route, error))
         self.note(f"{route.name} failed: {route.fault}")
-        log.warning("version %s: %s", self._version, self.notes[-1])
+        log.warning("version %s: %s", self._version, one_line(self.notes[-1]))
 
     # ---------------------------------------------------------------- after it
 

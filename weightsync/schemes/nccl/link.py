@@ -13,6 +13,7 @@ from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, WeightSyncError
 from weightsync.schemes.nccl.control import Connection, Message, Refused, join
 from weightsync.schemes.nccl.endpoint import Endpoint
+from weightsync.words import one_line
 
 log = logging.getLogger("weightsync")
 
@@ -87,7 +88,7 @@ class Link:
             except (OSError, EOFError):
                 pass
             except Exception as error:  # a sender that speaks another language
-                log.warning("%s: %s", self._where, error)
+                log.warning("%s: %s", self._where, one_line(error))
                 time.sleep(_RETRY)
             finally:
                 connection.close()

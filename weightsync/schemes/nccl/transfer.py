@@ -28,6 +28,7 @@ from weightsync.schemes.nccl.members import Member, Members, Peer
 from weightsync.schemes.nccl.reader import IN_FLIGHT
 from weightsync.schemes.nccl.topology import ranks_of
 from weightsync.version import Version
+from weightsync.words import one_line
 
 if TYPE_CHECKING:
     from weightsync.schemes.nccl import NCCLScheme
@@ -365,7 +366,8 @@ class Transfer:
     def _leave_out(self, lost: Lost) -> None:
         self._drop_group()
         for peer, words in lost.why.items():
-            log.warning("receiver %s, %s: %s", peer.receiver, peer, words)
+            said = f"version {self._version}: {one_line(words)}"
+            log.warning("receiver %s, %s: %s", peer.receiver, peer, said)
             self.lost.setdefault(peer.receiver, (lost.late, f"{peer}: {words}"))
             member = self._members.find(peer.receiver)
             if not lost.late:  # they come back by themselves, if they live
