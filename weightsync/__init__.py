@@ -64,10 +64,12 @@ _PUBLIC = {
     "ReceiverError": "weightsync.errors",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "metrics", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":
+        return importlib.import_module("weightsync.metrics")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
@@ -80,6 +82,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from weightsync import metrics as metrics
     from weightsync.engine import Engine as Engine
     from weightsync.engine import Update as Update
     from weightsync.engine import Verification as Verification

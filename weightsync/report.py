@@ -153,14 +153,13 @@ class SyncReport:
     def metrics(self, prefix: str = "weightsync/") -> dict[str, int | float]:
         """Flat numbers, for wandb, tensorboard and the like.
 
-        ``version`` and ``epoch``, ``bytes``, ``tensors``, ``seconds/...`` by phase,
+        ``version`` (its number), ``bytes``, ``tensors``, ``seconds/...`` by phase,
         ``receivers/...`` by state, ``fallback`` and ``skipped`` (0 or 1); ``changed`` and ``lag``
         where they are known.
         """
         states = Counter(receiver.state for receiver in self.receivers)
         values: dict[str, int | float | None] = {
             "version": self.version.number,
-            "epoch": self.version.epoch,
             "bytes": self.nbytes,
             "tensors": self.tensors,
             "changed": self.changed,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import Self
 
 from weightsync.listeners import Call, Listener, Listeners, Side
+from weightsync.version import Version
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -35,6 +36,16 @@ class SchemeEnd(ABC):
         self.scheme = scheme
         self.id = id
         self._listeners = Listeners(listeners)
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether it is between ``connect`` and ``shutdown``."""
+
+    @property
+    @abstractmethod
+    def version(self) -> Version | None:
+        """The version that was published last, or that is held."""
 
     @abstractmethod
     def shutdown(self) -> None:

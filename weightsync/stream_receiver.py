@@ -60,11 +60,21 @@ class StreamReceiver(SchemeEnd):
         listeners: Sequence[Listener] = (),
     ) -> None:
         super().__init__(scheme, id or new_id(), listeners)
-        self.version: Version | None = None
+        self._connected = False
+        self._version: Version | None = None
         self._subscriber = scheme.create_subscriber(self.id)
         self._busy = threading.Lock()
         self._turn = object()
         self._leased: Snapshot | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def version(self) -> Version | None:
+        """The version of the last stream that was taken to its end."""
+        return self._version
 
     def connect(self, timeout: float | Deadline = 60.0) -> None:
         """Find the sender, and become known to it. May be called again.
@@ -73,6 +83,7 @@ class StreamReceiver(SchemeEnd):
             DeadlineError: no live sender showed up.
         """
         self._subscriber.open(Deadline.of(timeout))
+        self._connected = True
         if self.version is None:
             self._say("connected")
 
@@ -129,6 +140,7 @@ class StreamReceiver(SchemeEnd):
 
     def shutdown(self) -> None:
         """Sign off. Idempotent; the engine keeps its weights."""
+        self._connected = False
         self.release()
         self._subscriber.close()
 
@@ -189,7 +201,7 @@ class StreamReceiver(SchemeEnd):
         if turn is not self._turn:
             return
         version = snapshot.version
-        self.version = None if error is not None else version
+        self._version = None if error is not None else version
         state: State = "applied" if error is None else "unusable"
         said = self._say(state, version, words)
         taken = time.perf_counter() - call.began
