@@ -44,6 +44,8 @@ WITH_FRAMEWORKS = {
     ("docs/migrating/trl.md", "trainer, after"),
 }
 
+METRICS = ["wandb", "prometheus", "opentelemetry", "listener", "logging"]
+
 ONE_FILE = [  # tests/testing/test_one_file.py
     *(f"one file, {part}" for part in ("scheme", "head", "publisher", "subscriber", "snapshot")),
     *("one file, bytes", "one file, files", "suite"),
@@ -71,6 +73,7 @@ def test_all_blocks_are_known_here():
         ("docs/schemes.md", "CUDA IPC"),
         ("docs/schemes.md", "disk"),
         ("docs/schemes.md", "fallback"),
+        *(("docs/metrics.md", name) for name in METRICS),  # tests/metrics/test_docs.py
         ("docs/sources.md", "options"),
         ("docs/sources.md", "ranks"),
         *(("docs/writing-a-scheme.md", name) for name in ONE_FILE),

@@ -21,3 +21,41 @@ def test_a_report_is_plain_json():
     assert values["seconds"]["extract"] == 1.0
     assert values["missing"] == ["a"]
     assert values["receivers"][0]["receiver"] == "r1"
+
+
+def test_a_report_is_flat_numbers_for_a_logger():
+    receivers = [
+        ReceiverReport("r1", "applied", Version(1, 2)),
+        ReceiverReport("r2", "applied", Version(1, 2)),
+        ReceiverReport("r3", "rolled back", Version(1, 1)),
+    ]
+    seconds = Seconds(1.0, 2.0, 3.0, 0.5, 6.5)
+    report = SyncReport(Version(1, 2), "shm", 10, 3, 2, seconds, receivers=tuple(receivers), lag=1)
+    assert report.metrics("sync_") == {
+        "sync_version": 2,
+        "sync_bytes": 10,
+        "sync_tensors": 3,
+        "sync_changed": 2,
+        "sync_lag": 1,
+        "sync_fallback": 0,
+        "sync_skipped": 0,
+        "sync_seconds/extract": 1.0,
+        "sync_seconds/transfer": 2.0,
+        "sync_seconds/apply": 3.0,
+        "sync_seconds/pause": 0.5,
+        "sync_seconds/total": 6.5,
+        "sync_receivers/connected": 0,
+        "sync_receivers/applied": 2,
+        "sync_receivers/rolled_back": 1,
+        "sync_receivers/unusable": 0,
+        "sync_receivers/failed": 0,
+        "sync_receivers/dead": 0,
+        "sync_receivers/waiting": 0,
+    }
+
+
+def test_what_a_report_does_not_know_is_no_metric():
+    metrics = SyncReport(Version(1, 2), "shm", 10, 3, None, Seconds(), skipped=True).metrics()
+    assert metrics["weightsync/skipped"] == 1
+    assert not {"weightsync/changed", "weightsync/lag"} & metrics.keys()
+    assert {type(value) for value in metrics.values()} <= {int, float}

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import weightsync as ws
-from weightsync.words import a_kind, by_reason, size, without_secrets
+from weightsync.words import (
+    a_kind,
+    address_of,
+    by_reason,
+    one_line,
+    size,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +61,15 @@ def test_errors_that_name_a_run_do_not_tell_its_token(ends):
         ws.scheme_from_url(f"{other.to_url()}#x")
     for error in (attached, switched, parsed):
         assert "hidden" not in str(error.value)
+
+
+def test_an_address_has_no_secret_of_its_url():
+    assert address_of("nccl://10.0.0.5:29500?token=hush&verify=1") == "nccl://10.0.0.5:29500"
+    assert address_of("disk://s3://me:hush@bucket/run") == "disk://s3://bucket/run"
+    assert address_of("disk://s3%3A//me%3Ahush%40bucket/run") == "disk://s3%3A//bucket/run"
+    assert address_of("shm:///dev/shm/a@b") == "shm:///dev/shm/a@b"
+
+
+def test_one_line_of_an_error_has_its_kind():
+    assert one_line(ValueError("no\n  room")) == "ValueError: no room"
+    assert one_line("a\nb") == "a b"
