@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl docs docs-serve lint types format clean
+.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl dist bench-imports docs docs-serve lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -27,6 +27,8 @@ help:
 	@echo "make example-ray  GRPO with Ray actors on two nodes, vLLM replicas, one of which dies"
 	@echo "make example-trl  TRL's GRPOTrainer with a vLLM server, or ARGS=--colocate, by a scheme"
 	@echo "make example-torchrl  trains with a TorchRL collector over ours, and over TorchRL's own schemes"
+	@echo "make bench-imports  the time of importing weightsync and its common names, against torch alone"
+	@echo "make dist       a source distribution, and the wheel made from it, into dist/"
 	@echo "make docs       the documentation and an API reference, as pages in build/site"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built anew when a file changes"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
@@ -127,6 +129,18 @@ example-torchrl: $(READY)
 	@echo "== TorchRL: a control policy, two collector processes, our scheme beside TorchRL's"
 	$(BIN)/python -W ignore examples/torchrl_collector.py $(ARGS)
 
+bench-imports: $(READY)
+	@echo "== importing weightsync against importing torch alone"
+	$(BIN)/python benchmarks/imports.py $(ARGS)
+
+# The wheel is made from the source distribution, so what is in dist/ can be built again from it.
+dist: $(READY)
+	@echo "== source distribution and wheel, into dist/"
+	rm -rf dist
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz
+	@ls dist
+
 # Sources are read for the reference, not imported: no torch is needed.
 DOCS := .venv-docs
 $(DOCS)/.ready: requirements/docs.lock
@@ -158,4 +172,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VERL) $(DOCS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VERL) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
