@@ -2,6 +2,7 @@
 
 import logging
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -87,11 +88,38 @@ def test_nothing_is_printed_by_a_program_that_sets_up_no_logging():
     assert done.stdout + done.stderr == ""
 
 
-def test_a_token_is_in_no_message(caplog, ends, tmp_path):
-    scheme = ws.NCCLScheme(master_address="127.0.0.1", backend="gloo", token="hush")
+def test_what_is_raised_is_left_to_the_caller_to_log(ends, caplog):
+    engine = fake()
+    sender, receiver = ends.pair(weights(1), engine)
+    sender.update_weights(version=1)
+    engine.fail["stage"] = RuntimeError("no room")
+    with pytest.raises(RuntimeError), caplog.at_level(logging.INFO, "weightsync"):
+        receiver.poll_and_apply()
+    assert caplog.messages == []
+
+
+def test_a_token_is_in_no_message(ends, caplog):
+    """Neither in the log nor in the words that a sender and a receiver are given."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    elsewhere = ws.NCCLScheme(
+        master_address="127.0.0.1", master_port=port, backend="gloo", token="hush"
+    )
     sender, receiver = ends.pair(weights(1), fake())
     sender.update_weights(version=1)
     receiver.poll_and_apply()
-    with pytest.raises(ws.WeightSyncError) as raised, caplog.at_level("DEBUG", "weightsync"):
-        receiver.switch(scheme, timeout=0.2)
-    assert "hush" not in f"{raised.value} {caplog.text}"
+    said = []
+    with caplog.at_level(logging.DEBUG, "weightsync"):
+        with pytest.raises(ws.WeightSyncError) as raised:
+            receiver.switch(elsewhere, timeout=0.2)
+        said.append(raised.value)
+        with elsewhere.create_sender(weights(2)) as other:
+            other.connect(WAIT)
+            with pytest.raises(ws.WeightSyncError, match=f"127.0.0.1:{port}: no version") as raised:
+                receiver.switch(elsewhere, timeout=0.5)
+            said.append(raised.value)
+            with pytest.raises(ws.WeightSyncError) as raised:
+                other.attach(receiver)
+            said.append(raised.value)
+    assert "hush" not in f"{said} {caplog.text}"

@@ -102,6 +102,7 @@ def test_an_error_is_recorded_in_the_span_of_its_update(pair, spans):
     (event,) = span.events
     assert event.attributes["exception.message"] == "a bit fell over"
     assert span.attributes["weightsync.version"] == str(version)
+    assert list(spans.below(span)) == ["stage", "pause"]
 
 
 def test_without_the_package_nothing_happens(ends, monkeypatch, caplog):
