@@ -321,3 +321,12 @@ def test_a_trainer_that_begins_again_takes_new_buffers(mortal, run_dir, tmp_path
     sender.update_weights(version=1)
     assert generation_of(run_dir) != old
     ends.shutdown()
+
+
+def test_an_update_is_heard_of_once_on_rank_0(world, run_dir):
+    ranks = world(2)
+    ranks(trainers.build, "fsdp2")
+    ranks(trainers.connect, run_dir)
+    ranks(trainers.listen)
+    ranks(trainers.update, 3)
+    assert ranks(trainers.heard) == [[3], []]

@@ -84,6 +84,15 @@ def update(state, version=None, timeout=30.0, **options):
     return state.sender.update_weights(version=version, timeout=timeout, **options).to_dict()
 
 
+def listen(state):
+    state.heard = []
+    state.sender.subscribe(lambda outcome: state.heard.append(outcome.version.number))
+
+
+def heard(state):
+    return state.heard
+
+
 def train(state, seed):
     """One step of an optimiser over the sharded model, the same on every rank."""
     torch.manual_seed(seed)
