@@ -116,7 +116,9 @@ def test_a_token_is_in_no_message(ends, caplog):
         said.append(raised.value)
         with elsewhere.create_sender(weights(2)) as other:
             other.connect(WAIT)
-            with pytest.raises(ws.WeightSyncError, match=f"127.0.0.1:{port}: no version") as raised:
+            with pytest.raises(
+                ws.WeightSyncError, match=f"127.0.0.1:{port}.*: no version"
+            ) as raised:
                 receiver.switch(elsewhere, timeout=0.5)
             said.append(raised.value)
             with pytest.raises(ws.WeightSyncError) as raised:
