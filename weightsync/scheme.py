@@ -21,7 +21,7 @@ from weightsync.errors import SchemeError
 from weightsync.inspection import RunStatus
 from weightsync.run.kind import RunKind
 from weightsync.transport import Publisher, Subscriber
-from weightsync.words import a_kind, address_of, without_secrets
+from weightsync.words import a_kind, address_of, one_line, without_secrets
 
 if TYPE_CHECKING:
     from weightsync.receiver import Receiver
@@ -221,7 +221,7 @@ def known_schemes() -> list[type[WeightSyncScheme]]:
         try:
             found.append(_find(name))
         except Exception as error:  # somebody else's module
-            log.warning("scheme %r cannot be used: %s", name, error)
+            log.warning("scheme %r cannot be used: %s", name, one_line(error))
     return found
 
 
