@@ -263,3 +263,33 @@ def test_a_corrupt_stream_is_heard_of(ends, heard):
         with pytest.raises(ws.CorruptError):
             asyncio.run(_take(receiver.stream(WAIT)))
         assert [(each.version, type(each.error)) for each in heard] == [(version, ws.CorruptError)]
+
+
+def test_one_for_the_whole_process_hears_of_ends_that_are_made_later(ends):
+    heard, own = Heard(), Heard()
+    ws.subscribe(heard)
+    ws.subscribe(heard)
+    try:
+        sender, receiver = ends.pair(weights(1), fake(), receiver={"listeners": [own]})
+        sender.update_weights(version=1)
+        receiver.poll_and_apply()
+        assert [outcome.side for outcome in heard] == ["sender", "receiver"]
+        assert len(own) == 1
+    finally:
+        ws.unsubscribe(heard)
+    sender.update_weights(version=2)
+    assert len(heard) == 2
+
+
+def test_one_for_the_whole_process_that_fails_fails_no_update(ends, caplog):
+    def broken(outcome):
+        raise RuntimeError("no network")
+
+    ws.subscribe(broken)
+    try:
+        sender, _ = ends.pair(weights(1), fake())
+        for number in (1, 2):
+            assert sender.update_weights(version=number).version.number == number
+    finally:
+        ws.unsubscribe(broken)
+    assert caplog.text.count("no network") == 1

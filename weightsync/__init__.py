@@ -45,6 +45,10 @@ _PUBLIC = {
     "EngineReport": "weightsync.report",
     "Replicas": "weightsync.replicas",
     "Seconds": "weightsync.report",
+    "Listener": "weightsync.listeners",
+    "Outcome": "weightsync.listeners",
+    "subscribe": "weightsync.listeners",
+    "unsubscribe": "weightsync.listeners",
     "Version": "weightsync.version",
     "WeightSyncError": "weightsync.errors",
     "SchemeError": "weightsync.errors",
@@ -104,6 +108,10 @@ if TYPE_CHECKING:
     from weightsync.errors import VersionError as VersionError
     from weightsync.errors import VersionGoneError as VersionGoneError
     from weightsync.errors import WeightSyncError as WeightSyncError
+    from weightsync.listeners import Listener as Listener
+    from weightsync.listeners import Outcome as Outcome
+    from weightsync.listeners import subscribe as subscribe
+    from weightsync.listeners import unsubscribe as unsubscribe
     from weightsync.manifest import Manifest as Manifest
     from weightsync.manifest import ParamSpec as ParamSpec
     from weightsync.placement.choose import Choice as Choice

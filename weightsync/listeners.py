@@ -139,3 +139,21 @@ class Listeners:
                     log.exception(
                         "listener %r failed, which is said once (%s)", each.listener, outcome
                     )
+
+
+everywhere = Listeners()
+"""Those of all ends of this process."""
+
+
+def subscribe(listener: Listener) -> None:
+    """Have a callable hear of each update of every sender and receiver of this process, also of
+    those that a framework makes, and of those that are made later.
+
+    As :meth:`SchemeEnd.subscribe <weightsync.scheme_end.SchemeEnd.subscribe>` otherwise.
+    """
+    everywhere.add(listener)
+
+
+def unsubscribe(listener: Listener) -> None:
+    """The reverse of :func:`subscribe`. Idempotent."""
+    everywhere.remove(listener)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import Self
 
-from weightsync.listeners import Call, Listener, Listeners, Side
+from weightsync.listeners import Call, Listener, Listeners, Side, everywhere
 from weightsync.version import Version
 
 if TYPE_CHECKING:
@@ -83,11 +83,12 @@ class SchemeEnd(ABC):
     def _tell(self, call: Call, error: BaseException | None = None) -> None:
         """Failures are the caller's to log: they are raised as well."""
         logs = error is None and log.isEnabledFor(logging.INFO)
-        if logs or self._listeners:
+        if logs or self._listeners or everywhere:
             outcome = call.outcome(self, error)
             if logs:
                 log.info("%s", outcome)
             self._listeners.tell(outcome)
+            everywhere.tell(outcome)
 
     # ---------------------------------------------------------------- the end
 
