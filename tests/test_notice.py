@@ -1,6 +1,7 @@
 """Waking up when a file is replaced; and still looking where the kernel says nothing."""
 
 import os
+import signal
 import threading
 import time
 
@@ -9,6 +10,7 @@ import pytest
 from weightsync import notice
 from weightsync.files import Directory
 from weightsync.notice import Notice
+from weightsync.testing.processes import eventually
 
 LONG = 20.0
 
@@ -98,3 +100,18 @@ def test_a_forked_child_leaves_its_parents_news_alone(directory):
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert woken(news, directory, lambda: None)
+
+
+def test_a_child_forked_while_a_thread_waits_does_not_wait_for_that_thread(directory):
+    news = Notice()
+    news.wait(directory, LONG)
+    thread = threading.Thread(target=news.wait, args=(directory, 1.0))
+    thread.start()
+    eventually(news._using.locked)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(LONG))
+        news.wait(directory, 0.01)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    thread.join()

@@ -40,17 +40,25 @@ class Notice:
 
         The first time for a directory it does not wait: what came before is not news.
         """
-        with self._using:
-            if self._pid != os.getpid() or self._watched != directory.identity:
-                self._turn_to(directory)
-            elif self._fd < 0:
-                time.sleep(seconds)
-            else:
-                poll = select.poll()
-                poll.register(self._fd, select.POLLIN)
-                if poll.poll(seconds * 1000):
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._fd, _MANY)
+        # Another thread waits here, or did when this process was forked, and never will again.
+        if not self._using.acquire(timeout=seconds):
+            return
+        try:
+            self._wait(directory, seconds)
+        finally:
+            self._using.release()
+
+    def _wait(self, directory: Directory, seconds: float) -> None:
+        if self._pid != os.getpid() or self._watched != directory.identity:
+            self._turn_to(directory)
+        elif self._fd < 0:
+            time.sleep(seconds)
+        else:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if poll.poll(seconds * 1000):
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._fd, _MANY)
 
     def _turn_to(self, directory: Directory) -> None:
         if self._close is not None:
