@@ -211,6 +211,8 @@ def _require_free(path: Path, overwrite: bool) -> None:
         raise WeightSyncError(f"{path} has folders in it: no checkpoint, and it is not replaced")
     if entries and not any(entry.name.endswith(".safetensors") for entry in entries):
         raise WeightSyncError(f"{path} holds no safetensors files: it is not replaced")
+    if any(entry.name in (names.RECORD, names.LAYOUT) for entry in entries):
+        raise WeightSyncError(f"{path} is a version of a run: it is not replaced")
 
 
 def _require_room(folder: Directory, needed: int) -> None:
@@ -246,6 +248,7 @@ def _put(folder: Directory, path: Path, overwrite: bool) -> None:
         os.chmod(f"{folder.path}/{name}", 0o666 & ~mask)
     os.chmod(folder.path, 0o777 & ~mask)
     aside = f"{folder.path}.former"
+    _require_free(path, overwrite)  # once more: writing takes a while
     if overwrite and os.path.lexists(path):
         os.rename(path, aside)
     try:

@@ -140,6 +140,31 @@ def test_what_is_no_checkpoint_is_never_replaced(weightsync, disk, tmp_path, kin
     assert only(tmp_path, "run", "out")
 
 
+def test_a_version_of_a_run_is_not_replaced(weightsync, disk, tmp_path):
+    older = ws.DiskScheme(str(disk)).inspect().slots[0].generation
+    answer = weightsync("export", disk, disk / older, "--force")
+    assert (answer.code, "version of a run" in answer.err) == (2, True)
+    assert weightsync("verify", disk, "--version", 1).code == 0
+
+
+def test_what_has_come_to_the_place_meanwhile_is_not_replaced(
+    weightsync, disk, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    weightsync("export", disk, out)
+
+    def write(*arguments, **options):
+        (out / "inner").mkdir()
+        return write_shards(*arguments, **options)
+
+    write_shards = checkpoint.write_shards
+    monkeypatch.setattr(checkpoint, "write_shards", write)
+    answer = weightsync("export", disk, out, "--force")
+    assert (answer.code, "has folders in it" in answer.err) == (2, True)
+    assert (out / "inner").is_dir()
+    assert only(tmp_path, "run", "out")
+
+
 def test_a_damaged_version_is_not_exported(weightsync, shm, run_dir, tmp_path):
     faults.corrupt(newest_slot(ws.DoubleBufferScheme(run_dir)), byte=0)
     answer = weightsync("export", run_dir, tmp_path / "out")
