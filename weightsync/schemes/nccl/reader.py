@@ -259,7 +259,7 @@ class Reader:
         if self._update is None or self._update.number != number:
             self._fail()
             layout = self.staging.layout(str(message["fingerprint"]), message.get("manifest"))
-            keep = message.get("keep")
+            version, keep = Version.parse(message["version"]), message.get("keep")
             found = self.staging.begin(
                 layout,
                 None if keep is None else Version.parse(keep),
@@ -269,7 +269,7 @@ class Reader:
             if found is None:
                 connection.tell({"op": "busy", "update": number})
                 return
-            self._update = _Update(number, Version.parse(message["version"]), *found)
+            self._update = _Update(number, version, *found)
         dropped = self._update.dropped
         answer = {"op": "ready", "update": number, "round": message["round"], "dropped": dropped}
         connection.tell(answer)
