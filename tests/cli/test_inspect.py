@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,20 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(weightsync, shm, run_
     assert "head.json is malformed" in answer.words
     assert "x: " in answer.words
     assert "alive" in answer.words
+
+
+def test_words_of_others_do_nothing_to_the_terminal(weightsync, run_dir, weights):
+    """Which come from other processes, or a sender on another host."""
+    with ws.DoubleBufferScheme(run_dir).create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        host = "\x1b]0;mine\x07\x1b[2J"
+        pathlib.Path(run_dir, "sender.lock").write_text(json.dumps({"pid": 1, "host": host}))
+        answer = weightsync("inspect", run_dir)
+        listed = weightsync("clean", run_dir)
+    assert "mine" in answer.words
+    assert "mine" in listed.words
+    assert "\x1b" not in answer.out + listed.out
 
 
 def test_a_record_that_may_not_be_read(weightsync, shm, run_dir, weights):

@@ -10,7 +10,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from weightsync.cli.output import FOUND, Json, console, emit, refusals, seconds_words
+from weightsync.cli.output import FOUND, Json, console, emit, harmless, refusals, seconds_words
 from weightsync.errors import SchemeError
 from weightsync.words import size
 
@@ -123,5 +123,5 @@ def _list(title: str, entries: list[dict[str, Any]], words: str) -> None:
     for entry in entries:
         out.print(Text(f"  {entry['path']}"), soft_wrap=True)
         age = f"{seconds_words(entry['seconds'])} old"
-        details = Text(f"{size(entry['nbytes'])}, {age}: {entry[words]}", style="dim")
+        details = Text(f"{size(entry['nbytes'])}, {age}: {harmless(entry[words])}", style="dim")
         out.print(Padding(details, (0, 0, 0, 4)))

@@ -27,6 +27,11 @@ def console() -> Console:
     return Console(highlight=False)
 
 
+def harmless(text: str) -> str:
+    """What another process wrote, for a terminal: nothing in it moves the cursor or worse."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def seconds_words(seconds: float) -> str:
     """``0.4 s``, ``12 s``, ``5 min``, ``3 h``, ``12 days``."""
     if seconds < 10:
@@ -57,7 +62,7 @@ def refusals(as_json: bool = False) -> Iterator[None]:
         if as_json:
             emit({"error": _words(error)})
         else:
-            words = f"weightsync: {_words(error)}"
+            words = harmless(f"weightsync: {_words(error)}")
             Console(stderr=True, highlight=False).print(words, markup=False, soft_wrap=True)
         raise typer.Exit(REFUSED) from None
 

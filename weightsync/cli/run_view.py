@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.cli.output import seconds_words, tensors_words
+from weightsync.cli.output import harmless, seconds_words, tensors_words
 from weightsync.inspection import Lag, RunStatus, SlotStatus
 from weightsync.report import ReceiverReport
 from weightsync.version import Version
@@ -38,7 +38,9 @@ def view(status: RunStatus, now: float, within: bool = False) -> RenderableType:
     if status.receivers and not within:
         parts += [Text(), _receivers(status, now)]
     for report in status.receivers:
-        parts += [Text(f"{report.receiver}: {words}", style="red") for words in _words(report)]
+        parts += [
+            Text(harmless(f"{report.receiver}: {words}"), style="red") for words in _words(report)
+        ]
     for member in status.members:
         parts += [Text(), Padding(view(member, now, within=True), (0, 0, 0, 2))]
     return Group(*parts)
@@ -54,9 +56,9 @@ def _facts(status: RunStatus, now: float) -> Table:
     if not status.receivers:
         facts.add_row("receivers", Text("none", style="dim"))
     for problem in status.problems:
-        facts.add_row(Text("problem", style="red"), Text(problem, style="red"))
+        facts.add_row(Text("problem", style="red"), Text(harmless(problem), style="red"))
     for words in status.unseen:
-        facts.add_row("not seen", Text(words, style="dim"))
+        facts.add_row("not seen", Text(harmless(words), style="dim"))
     return facts
 
 
@@ -72,12 +74,13 @@ def _newest(status: RunStatus, now: float) -> Text:
 
 
 def _sender(status: RunStatus) -> Text:
-    who = f": {status.sender}" if status.sender else ""
+    said = harmless(status.sender)
+    who = f": {said}" if said else ""
     if status.sender_alive is None:
         return Text(f"not known whether it is alive{who}", style="yellow")
     if status.sender_alive:
         return Text(f"alive{who}", style="green")
-    return Text(f"none is alive (the last: {status.sender})" if who else "none", style="yellow")
+    return Text(f"none is alive (the last: {said})" if who else "none", style="yellow")
 
 
 def _table(*columns: str, folded: tuple[str, ...]) -> Table:
@@ -105,11 +108,11 @@ def _receivers(status: RunStatus, now: float) -> Table:
     table = _table(*columns, folded=("receiver", "process"))
     for report in status.receivers:
         table.add_row(
-            Text(report.receiver),
+            Text(harmless(report.receiver)),
             _state(report),
             _number(report.version, status),
             _behind(status.lag(report, now)),
-            Text(f"{report.pid} on {report.host}" if report.pid else "", style="dim"),
+            Text(harmless(f"{report.pid} on {report.host}") if report.pid else "", style="dim"),
         )
     return table
 

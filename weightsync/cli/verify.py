@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.output import FOUND, Json, console, emit, refusals, tensors_words
+from weightsync.cli.output import FOUND, Json, console, emit, harmless, refusals, tensors_words
 from weightsync.cli.progress import Advance, progress_of
 from weightsync.cli.target import Target
 from weightsync.cli.version_at import Number, version_at
@@ -115,7 +115,7 @@ def _groups(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
 def _print(document: dict[str, Any]) -> None:
     out = console()
     if "error" in document:
-        out.print(f"damaged: {document['error']}", markup=False, soft_wrap=True)
+        out.print(f"damaged: {harmless(document['error'])}", markup=False, soft_wrap=True)
         return
     out.print(
         f"version {document['version'].number}: {size(document['nbytes'])} in "
@@ -124,7 +124,7 @@ def _print(document: dict[str, Any]) -> None:
     if not document["damaged"]:
         out.print("every digest is right")
     for name in document["damaged"]:
-        out.print(f"damaged: {name}", markup=False, soft_wrap=True)
+        out.print(f"damaged: {harmless(name)}", markup=False, soft_wrap=True)
     if "against" not in document:
         return
     against = document["against"]
@@ -133,4 +133,5 @@ def _print(document: dict[str, Any]) -> None:
         out.print(f"every tensor is that of {against['checkpoint']}", markup=False, soft_wrap=True)
     for kind, found in kinds.items():
         for words in found:
-            out.print(f"{kind.replace('_', ' ')}: {words}", markup=False, soft_wrap=True)
+            said = harmless(f"{kind.replace('_', ' ')}: {words}")
+            out.print(said, markup=False, soft_wrap=True)
