@@ -136,7 +136,7 @@ def _is_companion(name: str) -> bool:
 def _saying(config: bytes, dtype: torch.dtype) -> bytes:
     try:
         fields = json.loads(config)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightSyncError(f"config.json: {error}") from None
     for name in ("dtype", "torch_dtype"):
         if isinstance(fields, dict) and name in fields:
@@ -169,7 +169,7 @@ def _is_tied(companions: Mapping[str, bytes]) -> bool:
     """Whether a model of this configuration ties its embeddings, or may do so."""
     try:
         fields = json.loads(companions.get("config.json", b"{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return not isinstance(fields, dict) or fields.get("tie_word_embeddings") is not False
 

@@ -208,6 +208,15 @@ def test_no_parent_and_no_configuration(weightsync, disk, tmp_path):
     assert only(tmp_path, "run")
 
 
+def test_a_configuration_that_is_none(weightsync, disk, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("[" * 100_000)
+    given = ("export", disk, tmp_path / "out", "--config", tmp_path / "config")
+    answer = weightsync(*given, "--dtype", "float16")
+    assert (answer.code, "config.json" in answer.err) == (2, True)
+    assert weightsync(*given).code == 0  # its content does not matter
+
+
 def test_a_dtype_that_is_none(weightsync, disk, tmp_path):
     answer = weightsync("export", disk, tmp_path / "out", "--dtype", "int8")
     assert answer.code == 2
