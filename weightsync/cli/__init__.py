@@ -6,9 +6,15 @@ refusals come at once.
 
 from __future__ import annotations
 
+import io
+import sys
+
 
 def main() -> None:
     """Run the command that ``sys.argv`` names, and exit with its status."""
     from weightsync.cli.app import app
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be bytes that are no text, or text that a terminal does not know.
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()
