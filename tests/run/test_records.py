@@ -34,6 +34,14 @@ def test_what_is_no_record(data):
         records.report_from_json(data, "the file")
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_a_time_that_json_does_not_know_is_refused(value):
+    """Who looks with --json would hand it on."""
+    data = records.report_to_json(REPORT).replace(b'"pause": 0.5', b'"pause": ' + value.encode())
+    with pytest.raises(ProtocolError, match="seconds were expected"):
+        records.report_from_json(data, "x.json")
+
+
 def test_reports_round_trip():
     assert records.report_from_json(records.report_to_json(REPORT), "x.json") == REPORT
     bare = ReceiverReport("r1", "connected")

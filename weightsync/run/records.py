@@ -6,6 +6,7 @@ Nothing that another process wrote is believed before it was checked.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -151,7 +152,7 @@ def report_from_json(data: bytes, what: str) -> ReceiverReport:
             None if error is None else text(error),
             text(fields["host"]),
             number(fields["pid"]),
-            Seconds(apply=float(fields["apply"]), pause=float(fields["pause"])),
+            Seconds(apply=seconds(fields["apply"]), pause=seconds(fields["pause"])),
             # Not in the records of releases that knew one engine only.
             tuple(_engine_from_json(engine) for engine in fields.get("engines", ())),
         )
@@ -167,7 +168,7 @@ def _engine_from_json(fields: Any) -> EngineReport:
         _version(fields["version"]),
         _version(fields["attempted"]),
         None if error is None else text(error),
-        Seconds(apply=float(fields["apply"]), pause=float(fields["pause"])),
+        Seconds(apply=seconds(fields["apply"]), pause=seconds(fields["pause"])),
     )
 
 
@@ -196,3 +197,10 @@ def number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise TypeError(f"a number was expected, not {value!r:.80}")
     return value
+
+
+def seconds(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):  # JSON has no such number, but Python reads it
+        raise ValueError(f"seconds were expected, not {value!r:.80}")
+    return found

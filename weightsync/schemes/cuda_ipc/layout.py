@@ -23,6 +23,7 @@ from weightsync.run.records import (
     read_addressees,
     read_version,
     reading,
+    seconds,
     text,
 )
 from weightsync.run.removal import remove_rest
@@ -86,7 +87,7 @@ class Head:
                 read_addressees(fields["receivers"]),
                 text(fields["table"]),
                 text(fields["digest"]),
-                float(fields["time"]),
+                seconds(fields["time"]),
             )
             if not is_table(head.table):
                 raise ValueError(f"no table is called {head.table!r:.80}")

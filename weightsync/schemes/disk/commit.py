@@ -14,6 +14,7 @@ from weightsync.run.records import (
     read_addressees,
     read_version,
     reading,
+    seconds,
     text,
 )
 from weightsync.schemes.disk.names import version_name
@@ -64,7 +65,7 @@ class Commit:
                 text(fields["digest"]),
                 number(fields["nbytes"]),
                 read_addressees(fields["receivers"]),
-                float(fields["time"]),
+                seconds(fields["time"]),
             )
             if fields["directory"] != commit.directory:
                 raise ValueError(f"{fields['directory']!r:.80} is not its directory")

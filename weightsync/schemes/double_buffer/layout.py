@@ -17,6 +17,7 @@ from weightsync.run.records import (
     read_addressees,
     read_version,
     reading,
+    seconds,
     text,
 )
 from weightsync.version import Version
@@ -118,7 +119,7 @@ class Commit:
                 text(fields["digest"]),
                 number(fields["nbytes"]),
                 read_addressees(fields["receivers"]),
-                float(fields["time"]),
+                seconds(fields["time"]),
                 number(fields["attempt"]),
             )
             if generation_number(commit.generation) is None or commit.slot >= MAX_SLOTS:

@@ -23,6 +23,7 @@ from weightsync.run.records import (
     reading,
     report_from_json,
     report_to_json,
+    seconds,
     text,
 )
 from weightsync.schemes.nccl.control import Message, Refused, join
@@ -109,7 +110,7 @@ def _status(path: str, message: Message) -> RunStatus:
         return replace(
             status,
             version=Version.parse(published["version"]),
-            time=float(published["time"]),
+            time=seconds(published["time"]),
             tensors=number(published["tensors"]),
             nbytes=number(published["nbytes"]),
         )
