@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
 _ONE_HOSTS = frozenset(
-    {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "overlay", "overlayfs", "aufs", "squashfs"}
+    _IN_MEMORY
+    | {"overlay", "overlayfs", "aufs", "squashfs"}
     | {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "nilfs2", "bcachefs"}
     | {"reiserfs", "vfat", "exfat"}
 )
@@ -47,3 +50,9 @@ def is_shared_by_hosts(path: str) -> bool:
     """Whether processes of other hosts may use what is there; so it is where nobody knows."""
     mount = mount_of(path)
     return mount is None or mount.kind not in _ONE_HOSTS
+
+
+def is_in_memory(path: str) -> bool:
+    """Whether it lies in this host's memory, where no other host can reach it by any way."""
+    mount = mount_of(path)
+    return mount is not None and mount.kind in _IN_MEMORY

@@ -196,7 +196,7 @@ def test_unfinished_versions_of_a_live_sender_stay(weightsync, tmp_path, weights
 def test_a_run_that_others_hosts_have_used_stays_where_locks_may_not_be_seen(
     weightsync, left, monkeypatch
 ):
-    monkeypatch.setattr("weightsync.leftovers.runs.is_shared_by_hosts", lambda path: True)
+    monkeypatch.setattr("weightsync.leftovers.runs.is_in_memory", lambda path: False)
     assert entry_of(weightsync("clean", left.path, "--json"), left.path)["kept"] is None
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     entry = entry_of(weightsync("clean", left.path, "--yes", "--json"), left.path)

@@ -10,7 +10,7 @@ from functools import partial
 from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, Lock, is_locked
 from weightsync.leftovers.leftover import Leftover, occupied
-from weightsync.mounts import is_shared_by_hosts
+from weightsync.mounts import is_in_memory
 from weightsync.run.kind import RunKind
 from weightsync.run.look import lease_state, sender_words
 from weightsync.run.ownership import owner_of
@@ -94,8 +94,11 @@ def _in_use(run: Directory, kind: RunKind | None) -> str | None:
 
 
 def _elsewhere(run: Directory) -> str | None:
-    """Locks of other hosts may not be seen here; ours are seen everywhere."""
-    if not is_shared_by_hosts(run.path):
+    """Locks of other hosts may not be seen here; ours are seen everywhere.
+
+    A disk of this host may be exported by it: what NFS clients lock there, flock does not see.
+    """
+    if is_in_memory(run.path):
         return None
     host, here = owner_of(run).get("host"), socket.gethostname()
     hosts = {host, *(report.host for report in read_receivers(run) if report.host)}

@@ -276,8 +276,10 @@ class Reader:
 
     def _post(self, message: Message) -> None:
         slot = self._update.slot if self._update is not None else None
-        on_gpu = slot is not None and self._gpu is not None and slot.place.gpu is self._gpu
-        while len(self._under_way) >= (_DIRECT_IN_FLIGHT if on_gpu else IN_FLIGHT):
+        whole = all(len(part["pieces"]) == 1 for part in message["parts"])
+        direct = whole and slot is not None and self._gpu is not None
+        direct = direct and slot is not None and slot.place.gpu is self._gpu
+        while len(self._under_way) >= (_DIRECT_IN_FLIGHT if direct else IN_FLIGHT):
             self._take_oldest()
         number = int(message["round"])
         group = self._groups.get(number)
