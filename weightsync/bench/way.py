@@ -1,0 +1,146 @@
+"""What a way of moving weights must offer to be compared with others.
+
+A way is plain configuration that travels to every process. Its two ends are made in processes of
+their own, hold real weights, and are told what to do and when; how they hear of each other is up to
+them, with what :class:`Setting` offers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
+
+import torch
+
+from weightsync.deadline import Deadline
+from weightsync.errors import DeadlineError
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a turn's processes meet.
+
+    Attributes:
+        shared: a folder of this turn's own on memory-backed storage; removed after it.
+        disk: likewise, on a disk.
+        receivers: how many there are.
+        timeout: seconds that any one step may take.
+        channels: what :meth:`Way.channels` made.
+    """
+
+    shared: str
+    disk: str
+    receivers: int
+    timeout: float
+    channels: Any = None
+
+    def deadline(self) -> Deadline:
+        return Deadline(self.timeout)
+
+
+@dataclass
+class Notices:
+    """How a receiver learns that a version is there, for ways that have no word for it themselves.
+
+    A pipe from the trainer, written right after ``publish``: as fast as two processes can tell.
+    """
+
+    pipe: Connection
+    newest: tuple[int, Any] = field(default=(-1, None))
+
+    def wait(self, version: int, deadline: Deadline) -> Any:
+        """What ``publish`` of a version returned, or of the newest after it.
+
+        Raises:
+            DeadlineError: there was none in time.
+        """
+        while self.newest[0] < version or self.pipe.poll():
+            if not self.pipe.poll(deadline.remaining):
+                raise DeadlineError(f"no notice of version {version} within {deadline.seconds} s")
+            self.newest = self.pipe.recv()
+        return self.newest[1]
+
+
+class SendingEnd(ABC):
+    """The trainer's end."""
+
+    @abstractmethod
+    def publish(self, version: int) -> Any:
+        """Send what the weights hold now; return as soon as the trainer may change them.
+
+        Returns:
+            What the notices to the receivers are to carry; pickled.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what :meth:`Way.send` took."""
+
+
+class ReceivingEnd(ABC):
+    """A receiver's end."""
+
+    @abstractmethod
+    def receive(self, version: int, deadline: Deadline) -> float:
+        """Wait until the target holds that version, or a newer one.
+
+        Returns:
+            Seconds during which an engine whose weights the target is would have to stand still.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what :meth:`Way.receive` took."""
+
+
+class Way(ABC):
+    """One way of moving weights from a trainer to receivers. A frozen dataclass, or as plain.
+
+    Attributes:
+        ours: one of this library's schemes.
+        bound: no way at all, but what bounds others: it moves one flat tensor without any protocol.
+        limit: the name of the bound that it is compared with.
+        modules: what is imported for it. One that is not there makes the way one that cannot run.
+        about: how its API is used here, and why that is fair.
+    """
+
+    ours: ClassVar[bool] = False
+    bound: ClassVar[bool] = False
+    modules: ClassVar[tuple[str, ...]] = ()
+    about: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    def limit(self) -> str:
+        return "plain copy"
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine, if it cannot."""
+        for module in self.modules:
+            if importlib.util.find_spec(module.partition(".")[0]) is None:
+                return f"{module.partition('.')[0]} is not installed"
+        return None
+
+    def channels(self, context: Any, receivers: int) -> Any:
+        """What can only be handed to processes as they start: queues, say."""
+        return None
+
+    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
+        """Bytes that it needs beside the weights of trainer and receivers: in all, and of them in
+        shared memory."""
+        return 2 * nbytes, 2 * nbytes
+
+    @abstractmethod
+    def send(self, weights: Tensors, setting: Setting) -> SendingEnd: ...
+
+    @abstractmethod
+    def receive(
+        self, target: Tensors, setting: Setting, index: int, notices: Notices
+    ) -> ReceivingEnd: ...
