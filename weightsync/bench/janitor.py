@@ -1,19 +1,20 @@
 """Whatever becomes of a benchmark, its processes end and its folders go.
 
-The janitor is a small process of its own that waits until the benchmark lets go of it, on purpose or
-because it was killed, and then ends what it was told of and removes the folders. It is the only
-place where that is done, so that it is done the same way in all cases.
+The janitor is a small process of its own that waits until the benchmark lets go of it, on purpose
+or because it was killed, and then ends what it was told of and removes the folders. It is the only
+place where that is done, so that it is done alike in all cases.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# In a string, because it imports nothing of ours: it starts within milliseconds, and costs no memory.
+# In a string, because it imports nothing of ours: it starts within milliseconds.
 _JANITOR = """
 import os, shutil, signal, sys, time
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -69,9 +70,10 @@ class Janitor:
 @contextmanager
 def own_folders(shared: str, disk: str) -> Iterator[tuple[Janitor, str, str]]:
     """A folder of this turn's own in each of two places, and who looks after them."""
-    folders = [tempfile.mkdtemp(prefix=PREFIX, dir=place) for place in (shared, disk)]
+    prefix = f"{PREFIX}{os.getpid()}-"
+    folders = [tempfile.mkdtemp(prefix=prefix, dir=place) for place in (shared, disk)]
     janitor = Janitor(folders)
     try:
-        yield janitor, *folders
+        yield janitor, folders[0], folders[1]
     finally:
         janitor.close()

@@ -55,6 +55,7 @@ class Result:
 
     Attributes:
         turns: one of each round.
+        needed: bytes that it was expected to need, for trainer, receivers and its buffers.
         error: in the way's own words.
         skipped: it was not tried, for the reason in ``error``.
     """
@@ -64,6 +65,7 @@ class Result:
     ours: bool
     bound: bool
     limit: str
+    needed: int = 0
     turns: tuple[Taken, ...] = ()
     error: str | None = None
     skipped: bool = False
@@ -155,6 +157,7 @@ UNITS = {
     "total": "seconds from the beginning of the call until every receiver holds the version",
     "pause": "seconds for which the slowest receiver's engine would stand still",
     "processor": "seconds of all processes together",
+    "needed": "bytes expected to be needed, for trainer, receivers and buffers",
     "extra": "bytes held at most beside the weights of trainer and receivers",
     "torn": "reads that were not one version, of so many reads",
 }

@@ -1,10 +1,11 @@
-"""What the processes of a turn do: a trainer and receivers that do as they are told, step by step."""
+"""What the processes of a turn do: a trainer and receivers that do as they are told."""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
 import os
+import random
 import signal
 import time
 from collections.abc import Sequence
@@ -92,10 +93,17 @@ class Receiver:
     def digests(self) -> bytes:
         return digests(self._target)
 
-    def race(self, first: int, count: int) -> list[bytes]:
-        """Receive versions as they come; digests of what was held after each."""
+    def race(self, first: int, count: int, idle: float) -> list[bytes]:
+        """Receive versions at moments of its own; digests of what was held after each.
+
+        Args:
+            idle: seconds that it does something else in between, at most. An engine looks for a
+                new version when it has time, not when the trainer has.
+        """
         held = []
+        moments = random.Random(self._index)
         for version in range(first, first + count):
+            time.sleep(moments.uniform(0, idle))
             self.receive(version)
             held.append(self.digests())
         return held

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 
 import torch
@@ -15,7 +15,7 @@ import torch
 import weightsync
 from weightsync.bench.measures import Cell, Report, Result, Taken
 from weightsync.bench.memory import available, lacking
-from weightsync.bench.turn import Length, Places, WayError, take_turn
+from weightsync.bench.turn import Length, Places, WayError, prepare, take_turn
 from weightsync.bench.way import Way
 from weightsync.bench.weights import WeightSet, size_text
 
@@ -34,8 +34,8 @@ class Plan:
     cells: Sequence[tuple[WeightSet, int]]
     ways: Sequence[Way]
     rounds: int = 3
-    length: Length = Length()
-    places: Places = Places()
+    length: Length = field(default_factory=Length)
+    places: Places = field(default_factory=Places)
 
     @property
     def turns(self) -> int:
@@ -47,9 +47,11 @@ def run_suite(plan: Plan, done: Callable[[str], object] = lambda what: None) -> 
     Args:
         done: called before each turn with what is about to be done, and once more at the end.
     """
+    prepare(plan.ways)
+    about = _about(plan)
     cells = [_run_cell(plan, weights, receivers, done) for weights, receivers in plan.cells]
     done("")
-    return Report(_about(plan), tuple(cells))
+    return Report(about, tuple(cells))
 
 
 def _run_cell(
@@ -74,14 +76,10 @@ def _run_cell(
 
 
 def _blank(way: Way, weights: WeightSet, receivers: int, places: Places) -> Result:
-    result = Result(way.name, way.about, way.ours, way.bound, way.limit)
-    missing = way.missing() or _too_large(way, weights, receivers, places)
-    return replace(result, error=missing, skipped=True) if missing else result
-
-
-def _too_large(way: Way, weights: WeightSet, receivers: int, places: Places) -> str | None:
     needed, shared = needs(way, weights.nbytes, receivers)
-    return lacking(needed, shared, places.shared)
+    result = Result(way.name, way.about, way.ours, way.bound, way.limit, needed)
+    missing = way.missing() or lacking(needed, shared, places.shared)
+    return replace(result, error=missing, skipped=True) if missing else result
 
 
 def needs(way: Way, nbytes: int, receivers: int) -> tuple[int, int]:
@@ -108,6 +106,7 @@ def _about(plan: Plan) -> dict[str, object]:
     return {
         "date": str(date.today()),
         "cores": len(os.sched_getaffinity(0)),
+        "load before": round(os.getloadavg()[0], 1),
         "memory free": size_text(available()),
         "python": platform.python_version(),
         "weightsync": weightsync.__version__,

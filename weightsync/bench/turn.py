@@ -1,10 +1,9 @@
-"""One turn of one way: processes, one cold version and some warm ones, each compared bit for bit."""
+"""One turn of one way: processes, a cold version and warm ones, each compared bit for bit."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ _GRACE = 5.0
 """Seconds more than a step may take, after which a process is held for hanging: before that it is
 expected to say itself what it waits for."""
 
-_RACE = 4
+_RACE = 6
 """Versions that are published one after the other without waiting for anybody."""
 
 
@@ -77,7 +76,8 @@ def take_turn(
                 reads, torn = reads + receivers, torn + _move(crew, length.warm + 2)[1]
             extra = max(0, found.nbytes - before)
             if not way.bound:
-                reads, torn = reads + _RACE * receivers, torn + _race(crew, length.warm + 3)
+                haste = 2 * max(move.total for move in moves)
+                reads, torn = reads + _RACE * receivers, torn + _race(crew, length.warm + 3, haste)
         crew.all("close")
     return Taken(tuple(moves), extra, reads, torn)
 
@@ -104,10 +104,11 @@ def _move(crew: _Crew, version: int) -> tuple[Move, int]:
     return move, torn
 
 
-def _race(crew: _Crew, first: int) -> int:
+def _race(crew: _Crew, first: int, idle: float) -> int:
     """Versions as fast as they come; how often a receiver held something that was none of them."""
-    for peer in (*crew.receivers, crew.trainer):
-        peer.start("race", first, _RACE)
+    for receiver in crew.receivers:
+        receiver.start("race", first, _RACE, idle)
+    crew.trainer.start("race", first, _RACE)
     made = set(crew.trainer.result())
     return sum(held not in made for receiver in crew.receivers for held in receiver.result())
 
@@ -115,7 +116,9 @@ def _race(crew: _Crew, first: int) -> int:
 class Peer:
     """A process of a turn, step by step. Every wait for it ends at the turn's timeout."""
 
-    def __init__(self, name: str, link: Connection, process: Any, log: Path, timeout: float) -> None:
+    def __init__(
+        self, name: str, link: Connection, process: Any, log: Path, timeout: float
+    ) -> None:
         self.name = name
         self.pid: int = process.pid
         self._link = link
@@ -176,11 +179,16 @@ class _Crew:
         return [peer.result() for peer in peers]
 
 
-def context() -> Any:
-    """Where processes come from: a fresh server that has imported what all need."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch", "weightsync.bench.roles", "weightsync.bench.ways"])
-    return made
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""Where processes come from: a server that has imported what they need, and nothing else."""
+
+
+def prepare(ways: Sequence[Way]) -> None:
+    """Have what the ways need imported once, not in each turn. Before the first turn."""
+    modules = [module for way in ways if way.missing() is None for module in way.modules]
+    _CONTEXT.set_forkserver_preload(
+        ["torch", "weightsync.bench.roles", "weightsync.bench.ways", *modules]
+    )
 
 
 @contextmanager
@@ -188,24 +196,22 @@ def _processes(
     way: Way, weights: WeightSet, receivers: int, length: Length, places: Places
 ) -> Iterator[tuple[_Crew, Setting]]:
     with own_folders(places.shared, places.disk) as (janitor, shared, disk):
-        made = context()
         setting = Setting(
             shared=shared,
             disk=os.path.abspath(disk),
             receivers=receivers,
             timeout=length.timeout,
-            channels=way.channels(made, receivers),
+            channels=way.channels(_CONTEXT, receivers),
         )
-        pipes = [made.Pipe(duplex=False) for _ in range(receivers)]
+        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(receivers)]
         peers = []
         for index in (None, *range(receivers)):
             notices = [into for _, into in pipes] if index is None else [pipes[index][0]]
-            peers.append(_start(made, janitor, way, weights, setting, index, notices))
+            peers.append(_start(janitor, way, weights, setting, index, notices))
         yield _Crew(peers[0], peers[1:]), setting
 
 
 def _start(
-    made: Any,
     janitor: Janitor,
     way: Way,
     weights: WeightSet,
@@ -213,8 +219,8 @@ def _start(
     index: int | None,
     notices: Sequence[Connection],
 ) -> Peer:
-    mine, theirs = made.Pipe()
-    process = made.Process(
+    mine, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(
         target=serve, args=(theirs, way, weights, setting, index, notices), daemon=False
     )
     process.start()

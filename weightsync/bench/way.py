@@ -78,7 +78,7 @@ class SendingEnd(ABC):
             What the notices to the receivers are to carry; pickled.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what :meth:`Way.send` took."""
 
 
@@ -93,7 +93,7 @@ class ReceivingEnd(ABC):
             Seconds during which an engine whose weights the target is would have to stand still.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what :meth:`Way.receive` took."""
 
 

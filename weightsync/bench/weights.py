@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
 _PATTERN = (1 << 18) - 1
-"""Values of the pattern that tensors begin with: odd, so that it lies otherwise in each of them."""
+"""Values of the pattern that is repeated in all tensors."""
 
-_DIGEST = 8
-"""Bytes of one tensor's digest."""
+_SHIFT = 104_729
+"""Bytes by which it is shifted from each tensor to the next, so that no two are alike."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,11 @@ class WeightSet:
         """What a trainer starts with."""
         pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
         tile = pattern.view(torch.uint8)
-        made = {}
-        for spec in self.specs:
-            tensor = made[spec.name] = spec.empty()
-            into = bytes_of(tensor)
-            for begin in range(0, into.numel(), tile.numel()):
-                piece = into[begin : begin + tile.numel()]
-                piece.copy_(tile[: piece.numel()])
+        made = {spec.name: spec.empty() for spec in self.specs}
+        for number, tensor in enumerate(made.values()):
+            shifted = torch.roll(tile, number * _SHIFT % tile.numel())
+            for piece in bytes_of(tensor).split(tile.numel()):
+                piece.copy_(shifted[: piece.numel()])
         return made
 
 
@@ -88,25 +86,17 @@ def change(weights: Mapping[str, torch.Tensor]) -> None:
 
 def digests(weights: Mapping[str, torch.Tensor]) -> bytes:
     """A digest of each tensor, one after the other."""
-    return b"".join(
-        xxhash.xxh3_64_digest(memoryview(bytes_of(tensor).numpy())) for tensor in weights.values()
-    )
-
-
-def is_whole(found: bytes, versions: Iterable[bytes]) -> bool:
-    """Whether what was found is one of the versions, and no mixture."""
-    return found in versions
-
-
-def differing(found: bytes, version: bytes) -> int:
-    """How many tensors are not those of a version."""
-    offsets = range(0, max(len(found), len(version)), _DIGEST)
-    return sum(found[at : at + _DIGEST] != version[at : at + _DIGEST] for at in offsets)
+    return b"".join(xxhash.xxh3_64_digest(view_of(tensor)) for tensor in weights.values())
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, not copied."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, for what takes a buffer."""
+    return bytes_of(tensor).numpy().data
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The ways that are compared: bounds, this library's schemes, and others' transports.
 
-Each file is one way, or a family of ways that differ in a parameter. What a way imports beyond torch
-it imports in the process of its end.
+Each file is one way, or a family of ways that differ in a parameter. What a way imports beyond
+torch it imports in the process of its end.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ class _File(Way):
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, {self.place}"
+        return f"{self.kind} ({self.place})"
 
     @property
     def limit(self) -> str:
         return "plain copy" if self.place == "shm" else "plain file"
 
     def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        # Two files while one replaces the other; of pickles each receiver unpacks a copy of its own.
+        # Two files while one replaces the other, and what a receiver loads before it copies.
         shared = 2 * nbytes if self.place == "shm" else 0
         return shared + receivers * nbytes, shared
 
@@ -57,7 +57,7 @@ class _File(Way):
 class SafetensorsFile(_File):
     kind: ClassVar[str] = "safetensors"
     modules: ClassVar[tuple[str, ...]] = ("safetensors",)
-    about: ClassVar[str] = "save_file; load_file, whose mapped tensors are copied into the receiver's"
+    about: ClassVar[str] = "save_file; load_file, whose tensors are copied into the receiver's"
 
     def save(self, weights: dict[str, torch.Tensor], path: Path) -> None:
         from safetensors.torch import save_file

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -21,11 +20,11 @@ _BUCKET = 32 << 20
 
 @dataclass(frozen=True)
 class GlooBroadcast(Way):
-    name: ClassVar[str] = "gloo broadcast"  # type: ignore[misc]
+    name: ClassVar[str] = "gloo broadcast"
     about: ClassVar[str] = (
         "large tensors each by a broadcast of its own, all of them under way; those under 1 MiB "
-        "packed into buckets of 32 MiB, as DistributedDataParallel does. The pause is the whole transfer, since it goes "
-        "straight into the weights"
+        "packed into buckets of 32 MiB, as DistributedDataParallel does. The pause is the whole "
+        "transfer, since it goes straight into the weights"
     )
 
     @property
@@ -50,7 +49,7 @@ def _join(setting: Setting, rank: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(Path(setting.shared, "store")), setting.receivers + 1),
+        init_method=f"file://{setting.shared}/store",
         rank=rank,
         world_size=setting.receivers + 1,
         timeout=timedelta(seconds=setting.timeout),
@@ -64,7 +63,8 @@ def _broadcast(tensors: list[torch.Tensor]) -> None:
         work.wait()
     small = [tensor for tensor in tensors if tensor.nbytes < _SMALL]
     if small:  # what DistributedDataParallel sends its buffers with
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), small, _BUCKET, 0)
+        group = dist.distributed_c10d._get_default_group()
+        torch._C._distributed_c10d._broadcast_coalesced(group, small, _BUCKET, 0)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from weightsync.deadline import Deadline
 
 @dataclass(frozen=True)
 class MemoryMapped(Way):
-    name: ClassVar[str] = "TensorDict.memmap"  # type: ignore[misc]
+    name: ClassVar[str] = "TensorDict.memmap"
     modules: ClassVar[tuple[str, ...]] = ("tensordict",)
     about: ClassVar[str] = (
         "memmap once, then update_ in place; receivers map the files once. Nothing keeps a version "

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
-from weightsync.bench.weights import bytes_of
+from weightsync.bench.weights import bytes_of, view_of
 from weightsync.deadline import Deadline
 
 BLOCK = 8 << 20
@@ -47,7 +47,7 @@ def mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PlainCopy(Way):
-    name: ClassVar[str] = "plain copy"  # type: ignore[misc]
+    name: ClassVar[str] = "plain copy"
     bound: ClassVar[bool] = True
     about: ClassVar[str] = "one flat copy into warm shared memory, one out of it in each receiver"
 
@@ -87,7 +87,7 @@ class _CopyOut(ReceivingEnd):
 
 @dataclass(frozen=True)
 class PlainFile(Way):
-    name: ClassVar[str] = "plain file"  # type: ignore[misc]
+    name: ClassVar[str] = "plain file"
     bound: ClassVar[bool] = True
     about: ClassVar[str] = (
         "one file, written in blocks of 8 MiB past the page cache and synced, as "
@@ -108,7 +108,7 @@ class PlainFile(Way):
 
 class _WriteFile(SendingEnd):
     def __init__(self, flat: torch.Tensor, path: Path) -> None:
-        self._flat = memoryview(flat.numpy())
+        self._flat = view_of(flat)
         self._path = path
         self._block = memoryview(mmap.mmap(-1, BLOCK))  # aligned, as O_DIRECT wants it
 
@@ -135,7 +135,7 @@ class _ReadFile(ReceivingEnd):
         return timed(self._read)
 
     def _read(self) -> None:
-        into = memoryview(self.flat.numpy())
+        into = view_of(self.flat)
         with self.path.open("rb", buffering=0) as file:
             for offset in range(0, len(into), BLOCK):
                 file.readinto(into[offset : offset + BLOCK])
@@ -143,7 +143,7 @@ class _ReadFile(ReceivingEnd):
 
 @dataclass(frozen=True)
 class PlainSocket(Way):
-    name: ClassVar[str] = "plain socket"  # type: ignore[misc]
+    name: ClassVar[str] = "plain socket"
     bound: ClassVar[bool] = True
     about: ClassVar[str] = "one TCP connection over loopback to each receiver, a thread for each"
 
@@ -161,7 +161,7 @@ class PlainSocket(Way):
 
 class _SendSocket(SendingEnd):
     def __init__(self, flat: torch.Tensor, setting: Setting) -> None:
-        self._flat = memoryview(flat.numpy())
+        self._flat = view_of(flat)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = Path(setting.shared, "port")
             port.with_suffix(".new").write_text(json.dumps(listening.getsockname()[1]))
@@ -188,7 +188,7 @@ class _SendSocket(SendingEnd):
 
 class _ReceiveSocket(ReceivingEnd):
     def __init__(self, flat: torch.Tensor, setting: Setting) -> None:
-        self._flat = memoryview(flat.numpy())
+        self._flat = view_of(flat)
         port = Path(setting.shared, "port")
         setting.deadline().wait(lambda: port.exists() or None)
         self._link = socket.create_connection(

@@ -15,15 +15,15 @@ from weightsync.deadline import Deadline
 
 @dataclass(frozen=True)
 class Queue(Way):
-    name: ClassVar[str] = "multiprocessing queue"  # type: ignore[misc]
+    name: ClassVar[str] = "multiprocessing queue"
     about: ClassVar[str] = (
         "one flat tensor in shared memory for each version, put into each receiver's queue: "
-        "tensor by tensor it is slower, and 20,000 are more than a process may have open. A new one "
-        "each time, because a consumer may hold the last one for as long as it likes"
+        "a tensor takes a file descriptor, however small. A new one each time, because a consumer "
+        "may hold the last one for as long as it likes"
     )
 
     def channels(self, context: Any, receivers: int) -> Any:
-        return [torch.multiprocessing.get_context("forkserver").Queue() for _ in range(receivers)]
+        return [context.Queue() for _ in range(receivers)]
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         return _Puts(weights, setting.channels)
@@ -41,7 +41,7 @@ class _Puts(SendingEnd):
 
     def publish(self, version: int) -> None:
         parts = [bytes_of(tensor) for tensor in self.weights.values()]
-        flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8).share_memory_()
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         torch.cat(parts, out=flat)
         for queue in self.queues:
             queue.put((version, flat))
@@ -60,6 +60,6 @@ class _Gets(ReceivingEnd):
 
     def _copy(self, flat: torch.Tensor) -> None:
         tensors = list(map(bytes_of, self.target.values()))
-        pieces = flat.split([tensor.numel() for tensor in tensors])
+        pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
         for into, piece in zip(tensors, pieces, strict=True):
             into.copy_(piece)

@@ -20,11 +20,11 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class RayObjects(Way):
-    name: ClassVar[str] = "Ray object store"  # type: ignore[misc]
+    name: ClassVar[str] = "Ray object store"
     modules: ClassVar[tuple[str, ...]] = ("ray",)
     about: ClassVar[str] = (
         "one put of all tensors as numpy arrays, which Ray neither pickles nor copies again when "
-        "they are read; receivers are drivers of one cluster, and copy the arrays into their weights"
+        "they are read; receivers are drivers of one cluster and copy them into their weights"
     )
 
     def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:

@@ -35,11 +35,12 @@ class Takes(ReceivingEnd):
 
 @dataclass(frozen=True)
 class TorchRLDoubleBuffer(Way):
-    name: ClassVar[str] = "TorchRL double buffer"  # type: ignore[misc]
-    modules: ClassVar[tuple[str, ...]] = ("torchrl",)
+    name: ClassVar[str] = "TorchRL double buffer"
+    modules: ClassVar[tuple[str, ...]] = ("torchrl.weight_update.llm.vllm_double_buffer",)
     about: ClassVar[str] = (
-        "VLLMDoubleBufferTransport in /dev/shm with its default of one thread, which was not slower "
-        "than more; the mapped tensors are copied into the receiver's"
+        "VLLMDoubleBufferTransport in shared memory with its default of one thread (a second helps "
+        "large tensors a little and hurts small ones much); what it maps is copied into the "
+        "receiver's weights"
     )
 
     def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
@@ -68,8 +69,8 @@ class TorchRLDoubleBuffer(Way):
 
 @dataclass(frozen=True)
 class TorchRLShared(Way):
-    name: ClassVar[str] = "TorchRL shared memory"  # type: ignore[misc]
-    modules: ClassVar[tuple[str, ...]] = ("torchrl",)
+    name: ClassVar[str] = "TorchRL shared memory"
+    modules: ClassVar[tuple[str, ...]] = ("torchrl.weight_update", "tensordict")
     about: ClassVar[str] = (
         "SharedMemTransport with one buffer for all receivers, handed over when they start; a "
         "receiver copies it into its own weights with TensorDict.update_"
@@ -87,7 +88,7 @@ class TorchRLShared(Way):
         from torchrl.weight_update import SharedMemTransport
 
         # One file for each tensor instead of one descriptor: 20,000 of these are too many.
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         plain = TensorDict(dict(weights), batch_size=[]).unflatten_keys(".")
         buffer = plain.clone().share_memory_()
         transport = SharedMemTransport()
@@ -102,7 +103,7 @@ class TorchRLShared(Way):
         from tensordict import TensorDict
         from torchrl.weight_update import SharedMemTransport
 
-        torch.multiprocessing.set_sharing_strategy("file_system")
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         transport = SharedMemTransport()
         transport._weight_queues = setting.channels  # what its scheme hands to a worker
         buffer = transport.setup_connection_and_weights_on_receiver(
