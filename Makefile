@@ -8,7 +8,7 @@ export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow bench bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl dist bench-imports docs docs-serve lint types format clean
+.PHONY: help setup demo test test-slow bench bench-suite bench-all bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl dist bench-imports docs docs-serve lint types format clean
 
 help:
 	@echo "make demo       train a tiny policy with GRPO, rollouts from real vLLM, one weight sync per step"
@@ -31,6 +31,8 @@ help:
 	@echo "make dist       a source distribution, and the wheel made from it, into dist/"
 	@echo "make docs       the documentation and an API reference, as pages in build/site"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built anew when a file changes"
+	@echo "make bench-suite  our schemes beside TorchRL's, Ray's and others' ways; ARGS=\"--sizes 1 --tensors 300\""
+	@echo "make bench-all  every benchmark of this machine, one by one: all figures of README and docs"
 	@echo "make bench      publish and apply against a plain copy and TorchRL's double buffer"
 
 setup: $(READY)
@@ -68,6 +70,14 @@ test-slow: $(READY)
 bench: $(READY)
 	@echo "== publish and apply against a plain warm copy"
 	$(BIN)/python benchmarks/double_buffer.py $(ARGS)
+
+bench-suite: $(READY)
+	@echo "== side by side: our schemes and others' ways"
+	$(BIN)/python -m weightsync bench --suite $(ARGS)
+
+bench-all: $(READY)
+	@echo "== every benchmark that this machine can run (an hour and a half on two cores)"
+	$(BIN)/python benchmarks/reproduce.py $(ARGS)
 
 bench-sources: $(READY)
 	@echo "== extraction: a plain module, LoRA, two FSDP2 ranks"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from datetime import date
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from weightsync.bench.measures import timed as timed
 
 MB = 1 << 20
 
@@ -65,12 +66,6 @@ class Group:
         """How many times as fast as another way."""
         pairs = zip(self.seconds[other], self.seconds[way], strict=True)
         return statistics.median(theirs / its for theirs, its in pairs)
-
-
-def timed(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def in_turns(

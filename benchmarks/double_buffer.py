@@ -10,7 +10,6 @@ commit to visible is taken between two processes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -18,10 +17,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 
 import torch
+from common import SHAPES as COMMON
+from common import Shape, parser, timed
 from rich.console import Console
 from rich.table import Table
 
@@ -29,39 +29,11 @@ import weightsync as ws
 from weightsync.deadline import Deadline
 
 SHARED = "/dev/shm"
-MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """``count`` float32 tensors of ``nbytes`` bytes each."""
-
-    title: str
-    count: int
-    nbytes: int
-
-    @property
-    def total(self) -> int:
-        return self.count * self.nbytes
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {
-            f"layers.{n // 10}.part{n % 10}.weight": torch.randn(self.nbytes // 4)
-            for n in range(self.count)
-        }
-
 
 SHAPES = [
-    Shape("300 tensors, 1.26 GB", 300, 4 * MB),
-    Shape("20,000 tensors, 0.33 GB", 20_000, 16 << 10),
+    *COMMON,
     Shape("300 tensors, 0.33 GB", 300, 20_000 * (16 << 10) // 300 // 64 * 64),
 ]
-
-
-def timed(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def median(values: list[float]) -> float:
@@ -169,10 +141,7 @@ def commit_to_visible(count: int = 200) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", metavar="FILE", help="write the figures to a file as well")
-    options = parser.parse_args()
+    options = parser(__doc__.splitlines()[0], rounds=9).parse_args()
     console = Console()
     try:
         import torchrl  # noqa: F401

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -98,6 +99,13 @@ class Result:
             statistics.median(values(theirs, "total")) / statistics.median(values(own, "total"))
             for theirs, own in zip(limit.turns, self.turns, strict=False)
         )
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 def values(turn: Taken, figure: Figure, cold: bool = False) -> list[float]:

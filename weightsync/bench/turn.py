@@ -22,8 +22,9 @@ _GRACE = 5.0
 """Seconds more than a step may take, after which a process is held for hanging: before that it is
 expected to say itself what it waits for."""
 
-_RACE = 6
-"""Versions that are published one after the other without waiting for anybody."""
+_RACE, _SLOW = 6, 2
+"""Versions that are published one after the other without waiting for anybody; of a way that takes
+more than a second for one, fewer."""
 
 
 class WayError(Exception):
@@ -76,8 +77,9 @@ def take_turn(
                 reads, torn = reads + receivers, torn + _move(crew, length.warm + 2)[1]
             extra = max(0, found.nbytes - before)
             if not way.bound:
-                haste = 2 * max(move.total for move in moves)
-                reads, torn = reads + _RACE * receivers, torn + _race(crew, length.warm + 3, haste)
+                count = _RACE if moves[-1].total < 1 else _SLOW
+                reads += count * receivers
+                torn += _race(crew, length.warm + 3, count, 2 * moves[-1].total)
         crew.all("close")
     return Taken(tuple(moves), extra, reads, torn)
 
@@ -104,11 +106,11 @@ def _move(crew: _Crew, version: int) -> tuple[Move, int]:
     return move, torn
 
 
-def _race(crew: _Crew, first: int, idle: float) -> int:
+def _race(crew: _Crew, first: int, count: int, idle: float) -> int:
     """Versions as fast as they come; how often a receiver held something that was none of them."""
     for receiver in crew.receivers:
-        receiver.start("race", first, _RACE, idle)
-    crew.trainer.start("race", first, _RACE)
+        receiver.start("race", first, count, idle)
+    crew.trainer.start("race", first, count)
     made = set(crew.trainer.result())
     return sum(held not in made for receiver in crew.receivers for held in receiver.result())
 
@@ -224,6 +226,7 @@ def _start(
         target=serve, args=(theirs, way, weights, setting, index, notices), daemon=False
     )
     process.start()
+    assert process.pid is not None
     janitor.watch(process.pid)
     theirs.close()
     name = "trainer" if index is None else f"receiver {index + 1}"

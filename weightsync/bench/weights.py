@@ -54,12 +54,13 @@ class WeightSet:
     def weights(self) -> dict[str, torch.Tensor]:
         """What a trainer starts with."""
         pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
-        tile = pattern.view(torch.uint8)
+        length = pattern.nbytes
+        twice = torch.cat((pattern, pattern)).view(torch.uint8)
         made = {spec.name: spec.empty() for spec in self.specs}
         for number, tensor in enumerate(made.values()):
-            shifted = torch.roll(tile, number * _SHIFT % tile.numel())
-            for piece in bytes_of(tensor).split(tile.numel()):
-                piece.copy_(shifted[: piece.numel()])
+            begin = number * _SHIFT % length
+            for piece in torch.split(bytes_of(tensor), length):
+                piece.copy_(twice[begin : begin + piece.numel()])
         return made
 
 

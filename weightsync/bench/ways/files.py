@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from weightsync.bench.measures import timed
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
-from weightsync.bench.ways.plain import timed
 from weightsync.deadline import Deadline
 
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from weightsync.bench.measures import timed
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
-from weightsync.bench.ways.plain import timed
 from weightsync.deadline import Deadline
 
 _SMALL = 1 << 20

@@ -11,14 +11,13 @@ import mmap
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from weightsync.bench.measures import timed
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.bench.weights import bytes_of, view_of
 from weightsync.deadline import Deadline
@@ -29,13 +28,6 @@ BLOCK = 8 << 20
 def flat_of(tensors: Tensors) -> torch.Tensor:
     (tensor,) = tensors.values()
     return bytes_of(tensor)
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def mapped(path: Path, nbytes: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from weightsync.bench.measures import timed
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
-from weightsync.bench.ways.plain import timed
 from weightsync.bench.weights import bytes_of
 from weightsync.deadline import Deadline
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from weightsync.bench.measures import timed
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
-from weightsync.bench.ways.plain import timed
 from weightsync.deadline import Deadline
 
 
