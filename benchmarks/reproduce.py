@@ -83,7 +83,7 @@ def run(benchmark: Benchmark, into: Path) -> str | None:
                 command, stdout=out, env=environment, timeout=PATIENCE, cwd=HERE.parent
             ).returncode
         except subprocess.TimeoutExpired:
-            code = f"no end within {PATIENCE:.0f} s"
+            code = f"no end within {PATIENCE:g} s"
     print(text.read_text(), flush=True)
     return None if code == 0 else f"ended with {code}" if isinstance(code, int) else code
 

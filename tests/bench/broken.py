@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import ReceivingEnd, SendingEnd, Way
 from weightsync.bench.ways.queue import Queue
 from weightsync.deadline import Deadline
@@ -65,8 +66,8 @@ class Dying(_Ways):
 class Large(_Ways):
     name: ClassVar[str] = "large"
 
-    def memory(self, nbytes, receivers):
-        return 10**15, 10**15
+    def needs(self, nbytes, receivers):
+        return Needs(10**15)
 
     def send(self, weights, setting):
         raise AssertionError("it should not have been tried")

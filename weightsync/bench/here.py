@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import weightsync as ws
-from weightsync.bench.memory import lacking
 from weightsync.bench.suite import Plan, needs
 from weightsync.bench.turn import Length, Places
 from weightsync.bench.ways import WAYS
@@ -31,12 +29,11 @@ def plan_for(
         _require_unused(member)
     bound = _bound(members(scheme)[0])
     way = Scheme("your scheme", url.replace("{", "{{").replace("}", "}}"), bound)
-    needed, shared = needs(way, weights.nbytes, receivers)
     folder = _existing_parent(members(scheme)[0], places.shared)
-    if words := lacking(needed, shared, folder):
+    if words := needs(way, weights.nbytes, receivers).lacking(folder, places.disk):
         raise NoRoomError(f"{weights.title}, {receivers} receivers: {words}")
     ways = [WAYS[bound], way]
-    return Plan([(weights, receivers)], ways, rounds, replace(length), places)
+    return Plan([(weights, receivers)], ways, rounds, length, places)
 
 
 def _require_unused(scheme: WeightSyncScheme) -> None:

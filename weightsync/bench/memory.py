@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -89,23 +90,42 @@ def peak(processes: Sequence[int], folder: str) -> Iterator[Peak]:
         found.look()
 
 
-def lacking(needed: int, shared: int, folder: str) -> str | None:
-    """Why so much cannot be had, if it cannot.
+@dataclass(frozen=True)
+class Needs:
+    """Bytes: of memory in all, of them in files that lie in memory, and on a disk."""
 
-    Args:
-        needed: bytes in all. shared: of them, in the memory-backed folder.
-    """
-    room = os.statvfs(folder)
-    for what, wanted, free in (
-        ("memory", needed, available()),
-        (f"room in {folder}", shared, room.f_bavail * room.f_frsize),
-    ):
-        if wanted > free * _SPARE:
-            return (
-                f"{size_text(wanted)} of {what} are needed; {size_text(free)} are free, of which "
-                f"{size_text(free * _SPARE)} may be used"
-            )
-    return None
+    memory: int
+    shared: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Needs) -> Needs:
+        return Needs(self.memory + other.memory, self.shared + other.shared, self.disk + other.disk)
+
+    def lacking(self, shared: str, disk: str) -> str | None:
+        """Why so much cannot be had, if it cannot.
+
+        Args:
+            shared: the memory-backed folder. disk: the one on a disk.
+        """
+        return (
+            _lacking("memory", self.memory, available())
+            or _lacking(f"room in {shared}", self.shared, _room(shared))
+            or _lacking(f"room in {disk}", self.disk, _room(disk))
+        )
+
+
+def _lacking(what: str, wanted: int, free: int) -> str | None:
+    if wanted <= free * _SPARE:
+        return None
+    return (
+        f"{size_text(wanted)} of {what} are needed; {size_text(free)} are free, of which "
+        f"{size_text(free * _SPARE)} may be used"
+    )
+
+
+def _room(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def available() -> int:

@@ -14,7 +14,7 @@ import torch
 
 import weightsync
 from weightsync.bench.measures import Cell, Report, Result, Taken
-from weightsync.bench.memory import available, lacking
+from weightsync.bench.memory import Needs, available
 from weightsync.bench.turn import Length, Places, WayError, prepare, take_turn
 from weightsync.bench.way import Way
 from weightsync.bench.weights import WeightSet, size_text
@@ -76,16 +76,15 @@ def _run_cell(
 
 
 def _blank(way: Way, weights: WeightSet, receivers: int, places: Places) -> Result:
-    needed, shared = needs(way, weights.nbytes, receivers)
-    result = Result(way.name, way.about, way.ours, way.bound, way.limit, needed)
-    missing = way.missing() or lacking(needed, shared, places.shared)
+    needed = needs(way, weights.nbytes, receivers)
+    result = Result(way.name, way.about, way.ours, way.bound, way.limit, needed.memory)
+    missing = way.missing() or needed.lacking(places.shared, places.disk)
     return replace(result, error=missing, skipped=True) if missing else result
 
 
-def needs(way: Way, nbytes: int, receivers: int) -> tuple[int, int]:
-    """Bytes for trainer, receivers and the way's own buffers: in all, and in shared memory."""
-    own, shared = way.memory(nbytes, receivers)
-    return (1 + receivers) * nbytes + own, shared
+def needs(way: Way, nbytes: int, receivers: int) -> Needs:
+    """For the weights of trainer and receivers, and the way's own buffers."""
+    return Needs((1 + receivers) * nbytes) + way.needs(nbytes, receivers)
 
 
 def _try(
@@ -106,6 +105,7 @@ def _about(plan: Plan) -> dict[str, object]:
     return {
         "date": str(date.today()),
         "cores": len(os.sched_getaffinity(0)),
+        "gpus": torch.cuda.device_count(),
         "load before": round(os.getloadavg()[0], 1),
         "memory free": size_text(available()),
         "python": platform.python_version(),

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from weightsync.bench.memory import Needs
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError
 
@@ -132,10 +133,9 @@ class Way(ABC):
         """What can only be handed to processes as they start: queues, say."""
         return None
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        """Bytes that it needs beside the weights of trainer and receivers: in all, and of them in
-        shared memory."""
-        return 2 * nbytes, 2 * nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        """What it needs beside the weights of trainer and receivers."""
+        return Needs(2 * nbytes, 2 * nbytes)
 
     @abstractmethod
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd: ...

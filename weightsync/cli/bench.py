@@ -214,3 +214,5 @@ def _write(report: Report, to_json: Path | None, plots: Path | None) -> None:
     show(report, console())
     for path in draw(report, plots) if plots else []:
         console().print(f"drawn: {path}", markup=False)
+    if report.about.get("gpus"):
+        console().print("GPUs: benchmarks/gpu.py and benchmarks/multi_gpu.py measure them")

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.deadline import Deadline
 
@@ -31,10 +32,12 @@ class _File(Way):
     def limit(self) -> str:
         return "plain copy" if self.place == "shm" else "plain file"
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
+    def needs(self, nbytes: int, receivers: int) -> Needs:
         # Two files while one replaces the other, and what a receiver loads before it copies.
-        shared = 2 * nbytes if self.place == "shm" else 0
-        return shared + receivers * nbytes, shared
+        files, loaded = 2 * nbytes, receivers * nbytes
+        if self.place == "disk":
+            return Needs(loaded, disk=files)
+        return Needs(files + loaded, files)
 
     @abstractmethod
     def save(self, weights: dict[str, torch.Tensor], path: Path) -> None: ...

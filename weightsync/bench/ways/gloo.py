@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.deadline import Deadline
 
@@ -31,8 +32,8 @@ class GlooBroadcast(Way):
     def limit(self) -> str:
         return "plain socket"
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return 2 * _BUCKET * (receivers + 1), 0
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(2 * _BUCKET * (receivers + 1))
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         _join(setting, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.deadline import Deadline
 
@@ -20,8 +21,8 @@ class MemoryMapped(Way):
         "from being overwritten while it is read, which is what makes it fast"
     )
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return nbytes, nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(nbytes, nbytes)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         from tensordict import TensorDict

@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.bench.weights import bytes_of, view_of
 from weightsync.deadline import Deadline
@@ -43,8 +44,8 @@ class PlainCopy(Way):
     bound: ClassVar[bool] = True
     about: ClassVar[str] = "one flat copy into warm shared memory, one out of it in each receiver"
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return nbytes, nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(nbytes, nbytes)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         flat = flat_of(weights)
@@ -86,8 +87,8 @@ class PlainFile(Way):
         "`dd oflag=direct conv=fsync` does; read into the receivers' memory"
     )
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return BLOCK, 0
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(BLOCK, disk=nbytes)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         return _WriteFile(flat_of(weights), Path(setting.disk, "flat"))
@@ -139,8 +140,8 @@ class PlainSocket(Way):
     bound: ClassVar[bool] = True
     about: ClassVar[str] = "one TCP connection over loopback to each receiver, a thread for each"
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return BLOCK, 0
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(BLOCK)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         return _SendSocket(flat_of(weights), setting)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.bench.weights import bytes_of
 from weightsync.deadline import Deadline
@@ -27,8 +28,8 @@ class RayObjects(Way):
         "they are read; receivers are drivers of one cluster and copy them into their weights"
     )
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return (_KEPT + 1) * nbytes, (_KEPT + 1) * nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs((_KEPT + 1) * nbytes, (_KEPT + 1) * nbytes)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         import ray

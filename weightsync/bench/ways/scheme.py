@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import weightsync as ws
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError
@@ -38,9 +39,9 @@ class Scheme(Way):
             port: int = free.getsockname()[1]
         return port
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
+    def needs(self, nbytes: int, receivers: int) -> Needs:
         url = self.url.format(shared="/shared", disk="/disk", port=1, receivers=receivers)
-        return memory_of(ws.scheme_from_url(url), nbytes, receivers)
+        return needs_of(ws.scheme_from_url(url), nbytes, receivers)
 
     def _scheme(self, setting: Setting) -> WeightSyncScheme:
         return ws.scheme_from_url(
@@ -102,20 +103,17 @@ class _Receiving(ReceivingEnd):
         self.receiver.shutdown()
 
 
-def memory_of(scheme: WeightSyncScheme, nbytes: int, receivers: int) -> tuple[int, int]:
-    """Bytes of a scheme's buffers: in all, and of them in shared memory.
-
-    A third party's is taken for two buffers in shared memory.
-    """
+def needs_of(scheme: WeightSyncScheme, nbytes: int, receivers: int) -> Needs:
+    """What a scheme's buffers take. A third party's is taken for two in shared memory."""
     if isinstance(scheme, ws.FallbackScheme):
-        each = [memory_of(member, nbytes, receivers) for member in members(scheme)]
-        return sum(all_of for all_of, _ in each), sum(shared for _, shared in each)
+        each = (needs_of(member, nbytes, receivers) for member in members(scheme))
+        return sum(each, Needs(0))
     if isinstance(scheme, ws.DiskScheme):
-        return 0, 0
+        return Needs(0, disk=(scheme.keep + 1) * nbytes)
     if isinstance(scheme, ws.NCCLScheme):
-        return scheme.buffers * receivers * nbytes, 0
+        return Needs(scheme.buffers * receivers * nbytes)
     slots = getattr(scheme, "slots", 2)
-    return slots * nbytes, slots * nbytes
+    return Needs(slots * nbytes, slots * nbytes)
 
 
 def members(scheme: WeightSyncScheme) -> tuple[WeightSyncScheme, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from weightsync.bench.measures import timed
+from weightsync.bench.memory import Needs
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Tensors, Way
 from weightsync.deadline import Deadline
 
@@ -43,8 +44,8 @@ class TorchRLDoubleBuffer(Way):
         "receiver's weights"
     )
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return nbytes, nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(nbytes, nbytes)
 
     def _transport(self, setting: Setting) -> Any:
         from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
@@ -76,8 +77,8 @@ class TorchRLShared(Way):
         "receiver copies it into its own weights with TensorDict.update_"
     )
 
-    def memory(self, nbytes: int, receivers: int) -> tuple[int, int]:
-        return nbytes, nbytes
+    def needs(self, nbytes: int, receivers: int) -> Needs:
+        return Needs(nbytes, nbytes)
 
     def channels(self, context: Any, receivers: int) -> Any:
         return {index: context.Queue() for index in range(receivers)}
