@@ -31,7 +31,7 @@ def plan_for(
     way = Scheme("your scheme", url.replace("{", "{{").replace("}", "}}"), bound)
     folder = _existing_parent(members(scheme)[0], places.shared)
     if words := needs(way, weights.nbytes, receivers).lacking(folder, places.disk):
-        raise NoRoomError(f"{weights.title}, {receivers} receivers: {words}")
+        raise NoRoomError(f"{weights.title}, receivers: {receivers}: {words}")
     ways = [WAYS[bound], way]
     return Plan([(weights, receivers)], ways, rounds, length, places)
 

@@ -35,7 +35,7 @@ def bench(
     ] = None,
     suite: Annotated[bool, typer.Option("--suite", help="Every way, in a grid of sizes.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A grid of one small size.")] = False,
-    ways: Annotated[str | None, typer.Option(help="Names of ways, by semicolons.")] = None,
+    ways: Annotated[str | None, typer.Option(help="Names of ways, by commas.")] = None,
     sizes: Annotated[str | None, typer.Option(help=f"GB, by commas; {_SIZES}.")] = None,
     tensors: Annotated[str | None, typer.Option(help=f"Counts; {_TENSORS}.")] = None,
     receivers: Annotated[str | None, typer.Option(help=f"Counts; {_RECEIVERS}.")] = None,
@@ -51,8 +51,9 @@ def bench(
 ) -> None:
     """Measure: what updates cost on this machine, by our schemes and by others' ways.
 
-    With --scheme: your scheme, with weights of your model's shapes (or --sizes, --tensors). With
-    --suite: every way that runs here, side by side. On GPUs: benchmarks/gpu.py.
+    With --scheme: your scheme, with weights of your model's shapes (or --sizes, --tensors).
+
+    With --suite: every way that runs here, side by side. GPUs have benchmarks/gpu.py.
     """
     with refusals():
         _require_packages(plots)
@@ -147,10 +148,10 @@ def _chosen(names: str | None) -> list[Way]:
 
     if names is None:
         return list(WAYS.values())
-    wanted = [name.strip() for name in names.split(";")]
+    wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in WAYS]
     if unknown:
-        raise ValueError(f"no way is called {unknown[0]!r}; there are: {'; '.join(WAYS)}")
+        raise ValueError(f"no way is called {unknown[0]!r}; there are: {', '.join(WAYS)}")
     limits = {WAYS[name].limit for name in wanted}
     return [way for name, way in WAYS.items() if name in wanted or name in limits]
 
