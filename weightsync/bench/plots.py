@@ -89,6 +89,7 @@ def _dumbbell(axes: Any, cell: Cell, row: int, result: Result) -> None:
         va="center",
         fontsize=8.5,
         color=INK,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2},
     )
 
 

@@ -34,7 +34,7 @@ COLUMNS = (
     Column("pause", lambda cell, one: _milliseconds(one.median("pause")), least=100),
     Column("cold", lambda cell, one: _milliseconds(one.median("total", cold=True)), least=100),
     Column("GB/s", lambda cell, one: f"{cell.speed(one) / 1e9:.2f}"),
-    Column("limit", lambda cell, one: _percent(cell.share(one))),
+    Column("limit", lambda cell, one: "bound" if one.bound else _percent(cell.share(one))),
     Column("CPU s", lambda cell, one: f"{one.median('processor'):.2f}"),
     Column("extra", lambda cell, one: _size(one.extra), least=90),
     Column("torn", lambda cell, one: f"{one.torn}/{one.reads}", least=80),
