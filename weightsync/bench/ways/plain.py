@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,6 +25,7 @@ from weightsync.bench.weights import bytes_of, view_of
 from weightsync.deadline import Deadline
 
 BLOCK = 8 << 20
+PIECE = 4 << 20
 
 
 def flat_of(tensors: Tensors) -> torch.Tensor:
@@ -42,40 +44,55 @@ def mapped(path: Path, nbytes: int) -> torch.Tensor:
 class PlainCopy(Way):
     name: ClassVar[str] = "plain copy"
     bound: ClassVar[bool] = True
-    about: ClassVar[str] = "one flat copy into warm shared memory, one out of it in each receiver"
+    about: ClassVar[str] = (
+        "one flat copy into warm shared memory, one out of it in each receiver; each in pieces of "
+        "4 MiB that a thread for each core takes as it comes to them, which on a busy machine is "
+        "faster than the equal shares of torch's own threads"
+    )
 
     def needs(self, nbytes: int, receivers: int) -> Needs:
         return Needs(nbytes, nbytes)
 
     def send(self, weights: Tensors, setting: Setting) -> SendingEnd:
         flat = flat_of(weights)
-        return _CopyIn(flat, mapped(Path(setting.shared, "flat"), flat.numel()))
+        return _CopyIn(_Copy(mapped(Path(setting.shared, "flat"), flat.numel()), flat))
 
     def receive(
         self, target: Tensors, setting: Setting, index: int, notices: Notices
     ) -> ReceivingEnd:
         flat = flat_of(target)
-        return _CopyOut(flat, mapped(Path(setting.shared, "flat"), flat.numel()), notices)
+        return _CopyOut(_Copy(flat, mapped(Path(setting.shared, "flat"), flat.numel())), notices)
+
+
+class _Copy:
+    """The same copy again and again."""
+
+    def __init__(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        torch.set_num_threads(1)  # in each of ours
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._pieces = torch.split(into, PIECE), torch.split(source, PIECE)
+
+    def run(self) -> None:
+        for _ in self._pool.map(torch.Tensor.copy_, *self._pieces):
+            pass
 
 
 @dataclass
 class _CopyIn(SendingEnd):
-    flat: torch.Tensor
-    shared: torch.Tensor
+    copy: _Copy
 
     def publish(self, version: int) -> None:
-        self.shared.copy_(self.flat)
+        self.copy.run()
 
 
 @dataclass
 class _CopyOut(ReceivingEnd):
-    flat: torch.Tensor
-    shared: torch.Tensor
+    copy: _Copy
     notices: Notices
 
     def receive(self, version: int, deadline: Deadline) -> float:
         self.notices.wait(version, deadline)
-        return timed(lambda: self.flat.copy_(self.shared))
+        return timed(self.copy.run)
 
 
 @dataclass(frozen=True)
