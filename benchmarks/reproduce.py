@@ -58,6 +58,7 @@ BENCHMARKS = (
           "--receivers", "1", "--rounds", "1"),
     suite("suite-large", "Side by side, 4 GB", "--sizes", "4", "--tensors", "300",
           "--receivers", "1,2,4", "--rounds", "1"),
+    script("imports", "What importing costs"),
     script("gpu", "On a GPU", gpus=1),
     script("multi_gpu", "On several GPUs", gpus=2),
 )  # fmt: skip

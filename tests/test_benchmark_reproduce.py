@@ -32,15 +32,9 @@ def command(reproduce, monkeypatch, tmp_path, capsys):
 
 
 def test_every_benchmark_of_the_folder_is_among_them(reproduce):
-    parts = {
-        "common",
-        "reproduce",
-        "gpu_paths",
-        "gpu_shapes",
-        "multi_part",
-    }  # not run by themselves
-    parts |= {"multi_broadcast", "multi_engine", "multi_fsdp"}
-    scripts = {path.stem for path in FOLDER.glob("*.py")} - parts
+    run_by_others = {"common", "gpu_paths", "gpu_shapes", "multi_part"}
+    run_by_others |= {"multi_broadcast", "multi_engine", "multi_fsdp", "reproduce"}
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - run_by_others
     named = {Path(word).stem for b in reproduce.BENCHMARKS for word in b.command[:1] if "/" in word}
     assert named == scripts
 

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.docs import blocks
 from weightsync.bench.measures import Cell, Move, Report, Result, Taken
 from weightsync.cli.app import app
 from weightsync.testing.processes import WAIT, eventually
@@ -81,18 +83,18 @@ def test_a_suite_writes_what_it_shows(tmp_path):
 
 @pytest.mark.live
 def test_a_scheme_and_a_model_of_ones_own(run_dir, tmp_path):
+    """As docs/command-line.md says it."""
     import torch
     from safetensors.torch import save_file
 
     save_file({"w": torch.zeros(1 << 18)}, tmp_path / "model.safetensors")
-    ran = run(
-        "--scheme", f"shm://{run_dir}?slots=3", "--model", tmp_path, "--receivers", 2,
-        "--rounds", 1, "--warm", 1, "--directory", tmp_path, columns=120,
-    )  # fmt: skip
+    command = blocks("docs/command-line.md", "bash")["bench"].replace("/dev/shm/run42", run_dir)
+    arguments = shlex.split(command.replace("/mnt/shared/checkpoint", str(tmp_path)))[2:]
+    ran = run(*arguments, "--rounds", 1, "--warm", 1, "--directory", tmp_path, columns=120)
     assert ran.exit_code == 0, ran.output
     assert "1.05 MB in 1 tensors, 2 receivers" in ran.stdout
     assert "your scheme" in ran.stdout
-    assert "needed in memory: 6.29 MB" in ran.stdout
+    assert "needed in memory: 5.24 MB" in ran.stdout
     assert not os.path.exists(run_dir)
 
 
