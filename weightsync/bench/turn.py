@@ -54,6 +54,10 @@ class Places:
     disk: str = "."
 
 
+_IDLE = 1.0
+"""Seconds that a receiver lets pass between two looks in a race, at most: all of it is one step."""
+
+
 def take_turn(
     way: Way, weights: WeightSet, receivers: int, length: Length, places: Places
 ) -> Taken:
@@ -79,7 +83,7 @@ def take_turn(
             if not way.bound:
                 count = _RACE if moves[-1].total < 1 else _SLOW
                 reads += count * receivers
-                torn += _race(crew, length.warm + 3, count, 2 * moves[-1].total)
+                torn += _race(crew, length.warm + 3, count, min(_IDLE, 2 * moves[-1].total))
         crew.all("close")
     return Taken(tuple(moves), extra, reads, torn)
 
