@@ -83,7 +83,7 @@ def _cell(cell: Cell, columns: list[Column]) -> Iterator[RenderableType]:
             style = "bold" if result.ours else "dim" if result.bound else ""
             figures = [column.text(cell, result) for column in columns]
             table.add_row(result.way, *figures, style=style)
-    yield table
+    yield table if table.row_count else Text(cell.title, style="bold")
     for result in cell.results:
         if result.error:
             what = "not tried" if result.skipped else "failed"
