@@ -61,6 +61,9 @@ class LazyLane(Lane):
     def copy_rows(self, *what):
         self.put(lambda: self._plain.copy_rows(*what))
 
+    def empty(self, count):
+        return self._plain.empty(count)
+
     def after(self, mark):
         self.put(mark.wait)
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -159,7 +160,7 @@ def test_what_is_no_run_is_refused(weightsync, tmp_path, disk, kind):
 def test_what_is_no_scheme_is_refused(weightsync):
     answer = weightsync("inspect", "nothing://here")
     assert answer.code == 2
-    assert "there are: cuda-ipc, disk" in answer.err
+    assert re.search(r"there are: .*cuda-ipc, disk, .*nccl.*, shm", answer.err)
 
 
 def test_many_tensors(weightsync, run_dir):

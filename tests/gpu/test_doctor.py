@@ -5,7 +5,10 @@ import torch
 
 from weightsync.doctor import Subject, gpus
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_a_host_with_gpus_has_no_problem():
