@@ -194,6 +194,7 @@ def test_engines_have_gpus_of_their_own_where_there_are_enough(multi, gpus):
     assert {"TP=2", "replicas"} <= set(layout) or gpus == 1
 
 
+@pytest.mark.slow
 @pytest.mark.live
 def test_broadcasts_on_gloo_are_measured_and_a_killed_receiver_comes_back(tmp_path):
     file = tmp_path / "multi.json"

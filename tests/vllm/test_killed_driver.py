@@ -11,7 +11,7 @@ import torch
 import weightsync as ws
 from tests.vllm.conftest import llama_config, make_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DRIVER = """
 import os, signal, sys

@@ -131,6 +131,7 @@ def test_an_update_that_does_not_fit_is_refused_untouched(llama, ends, change, w
     assert greedy(llama) == expected(other)
 
 
+@pytest.mark.slow
 def test_a_first_update_that_does_not_fit_costs_the_engine_nothing(path, tmp_path):
     config = llama_config(num_hidden_layers=1)
     model = make_model(config, seed=50)
