@@ -215,7 +215,9 @@ class TestWrongUse:
         ids=["a module", "a list", "a server"],
     )
     def test_an_unknown_option_is_told_which_there_are(self, ends, engine, takes):
-        with pytest.raises(ws.EngineError, match=f"no option 'colour': it takes {takes}$") as error:
+        with pytest.raises(
+            ws.EngineError, match=f"no option 'colour': it takes {takes}; every"
+        ) as error:
             ends.receiver(engine, colour="red", connect=False)
         assert "__init__" not in str(error.value)
 

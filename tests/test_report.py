@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 from weightsync.report import ReceiverReport, Seconds, SyncReport
 from weightsync.version import Version
@@ -59,3 +60,15 @@ def test_what_a_report_does_not_know_is_no_metric():
     assert metrics["weightsync/skipped"] == 1
     assert not {"weightsync/changed", "weightsync/lag"} & metrics.keys()
     assert {type(value) for value in metrics.values()} <= {int, float}
+    assert not any(name.startswith("weightsync/receivers/") for name in metrics)  # nobody was asked
+
+
+def test_a_report_is_one_line():
+    seconds = Seconds(extract=0.001, transfer=0.25, total=0.2513)
+    report = SyncReport(Version(1, 2), "shm", 13_480_000_000, 291, 2, seconds)
+    words = "version 1:2 by shm: 291 tensors, 13.48 GB, 251.3 ms (extract 1.0, transfer 250.0)"
+    assert str(report) == words
+    told = (ReceiverReport("r1", "applied", Version(1, 2)), ReceiverReport("r2", "dead"))
+    assert str(replace(report, receivers=told)) == words + "; 1 applied; 1 dead"
+    assert "skipped" in str(replace(report, skipped=True))
+    assert str(Seconds(total=0.0001)) == "0.1 ms"

@@ -461,6 +461,16 @@ class TestWaiting:
         report = sender.update_weights(version=1, wait="applied", timeout=0.05)
         assert report.receivers[0].state == "applied"
 
+    def test_seconds_of_a_late_one_are_not_those_of_its_last_version(self, ends):
+        sender, receiver = ends.pair(weights(1), weights(0))
+        sender.update_weights(version=1)
+        receiver.poll_and_apply()
+        assert sender.update_weights(version=1, wait="applied").seconds.apply > 0
+        with pytest.raises(ws.ReceiverError) as caught:
+            sender.update_weights(version=2, wait="applied", timeout=0.05)
+        assert caught.value.report.receivers[0].seconds.apply > 0  # of version 1
+        assert caught.value.report.seconds.apply == caught.value.report.seconds.pause == 0
+
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_version_for_nobody_makes_room_for_the_next(run_dir, slots):

@@ -34,7 +34,10 @@ def require_known(what: str, given: Iterable[str], *takers: Callable[..., Any]) 
     unknown = [name for name in given if name not in known]
     if unknown:
         there_are = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise EngineError(f"{what} has no option {', '.join(map(repr, unknown))}: {there_are}")
+        raise EngineError(
+            f"{what} has no option {', '.join(map(repr, unknown))}: {there_are}; every receiver "
+            "takes id, apply_timeout, listeners"
+        )
 
 
 def require_truth(**options: object) -> None:

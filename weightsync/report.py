@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from weightsync.version import Version
+from weightsync.words import size
 
 State = Literal["connected", "applied", "rolled back", "unusable", "failed", "dead", "waiting"]
 """Where a receiver stands.
@@ -39,6 +40,11 @@ class Seconds:
     """Engine: the part of ``apply`` during which no request made progress."""
     total: float = 0.0
     """Sender: the whole call. Receiver: as ``apply``."""
+
+    def __str__(self) -> str:
+        each = {name: taken for name, taken in asdict(self).items() if name != "total" and taken}
+        phases = ", ".join(f"{name} {taken * 1e3:.1f}" for name, taken in each.items())
+        return f"{self.total * 1e3:.1f} ms" + f" ({phases})" * bool(phases)
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,14 @@ class SyncReport:
     fell_back: bool = False
     lag: int | None = None
 
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"version {self.version} by {self.scheme}: skipped, no buffer was free"
+        states = Counter(receiver.state for receiver in self.receivers)
+        told = "".join(f"; {count} {state}" for state, count in states.items())
+        what = f"{self.tensors} tensors, {size(self.nbytes)}"
+        return f"version {self.version} by {self.scheme}: {what}, {self.seconds}{told}"
+
     def behind(self) -> tuple[ReceiverReport, ...]:
         """The receivers that do not hold this version."""
         return tuple(r for r in self.receivers if r.version is None or r.version < self.version)
@@ -154,7 +168,7 @@ class SyncReport:
         """Flat numbers, for wandb, tensorboard and the like.
 
         ``version`` (its number), ``bytes``, ``tensors``, ``seconds/...`` by phase,
-        ``receivers/...`` by state, ``fallback`` and ``skipped`` (0 or 1); ``changed`` and ``lag``
+        ``fallback`` and ``skipped`` (0 or 1); ``changed``, ``lag`` and ``receivers/...`` by state
         where they are known.
         """
         states = Counter(receiver.state for receiver in self.receivers)
@@ -167,8 +181,10 @@ class SyncReport:
             "fallback": int(self.fell_back),
             "skipped": int(self.skipped),
             **{f"seconds/{phase}": taken for phase, taken in asdict(self.seconds).items()},
-            **{f"receivers/{state.replace(' ', '_')}": states[state] for state in get_args(State)},
         }
+        if self.receivers or self.lag is not None:  # else nobody was asked
+            for state in get_args(State):
+                values[f"receivers/{state.replace(' ', '_')}"] = states[state]
         return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
 
     @classmethod

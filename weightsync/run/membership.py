@@ -89,7 +89,8 @@ class Membership(Generic[A]):
         if deadline.wait(self._attach) is None:
             raise DeadlineError(
                 f"no live sender at {self.path} within {deadline.seconds:.1f} s: is its "
-                "connect() done, and is the path the same on both sides?"
+                "connect() done, has it not ended (its run ends with it), and is the path the same "
+                "on both sides?"
             )
 
     def reach(self, deadline: Deadline) -> None:

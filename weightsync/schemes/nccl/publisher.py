@@ -267,10 +267,11 @@ class NCCLPublisher(Publisher):
         if not targets or not (came or self._met):
             there_are = [r.receiver for r in members.reports() if r.state not in ("dead", "failed")]
             connected = ", ".join(there_are) or "none"
+            where = Endpoint(self._scheme.master_address, self._scheme.port)
             raise DeadlineError(
                 f"waited {deadline.seconds:.1f} s for "
                 f"{len(receivers) if receivers is not None else wanted} receivers to send the "
-                f"version to; connected: {connected}"
+                f"version to; connected: {connected}; receivers need this address and port: {where}"
             )
         self._met = True
         found = {member.id for member in targets}
