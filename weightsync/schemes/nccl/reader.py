@@ -48,8 +48,9 @@ _DIRECT_IN_FLIGHT = 64
 
 HOST = HostDevice()
 
-_POLL = 0.0003
-"""Seconds."""
+_POLL = {"cuda": 0.0003, "cpu": 0.002}
+"""Seconds between two looks at what is under way. Over gloo a bucket takes several milliseconds,
+and looking costs of the cores that it needs."""
 
 
 class _Abandoned(Exception):
@@ -113,6 +114,7 @@ class Reader:
         self._scheme = scheme
         self._copier = Copier(scheme.threads)
         self._device = scheme.device_here()
+        self._poll = _POLL[self._device.type]
         self._gpu = gpu_of(self._device)
         places = Places(self._gpu, scheme.memory)
         self.staging = Staging(scheme.buffers, self._copier, places)
@@ -184,7 +186,7 @@ class Reader:
         while True:
             # Looked at often while buckets are under way: the next one is to be posted at once.
             try:
-                order = self._orders.get(timeout=_POLL if self._under_way else None)
+                order = self._orders.get(timeout=self._poll if self._under_way else None)
             except queue.Empty:
                 self._take_what_is_there()
                 continue
@@ -317,7 +319,7 @@ class Reader:
         before = len(self._under_way)
         while len(self._under_way) == before:
             self._take_what_is_there()
-            time.sleep(_POLL)
+            time.sleep(self._poll)
 
     def _take_what_is_there(self) -> None:
         """See that buckets that have arrived are right and in their places."""
