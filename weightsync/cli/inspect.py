@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _EVERY = 0.5
 """Seconds between two looks."""
 
+_GONE = "the run is gone: its sender has ended"
+
 _WRONG = ("dead", "failed", "unusable")
 
 
@@ -29,8 +32,8 @@ def inspect(
 ) -> None:
     """Show a run: its versions, its sender, and where its receivers stand.
 
-    Exit code 1: something could not be read, or a receiver is dead, failed or unusable. With
-    --watch --json there is one line for each change.
+    Exit code 1: something could not be read, a receiver is dead, failed or unusable, or the sender
+    is dead and did not end by itself. With --watch --json there is one line for each change.
     """
     from weightsync.cli.target import inspect as look
 
@@ -47,8 +50,30 @@ def inspect(
 
 
 def _is_wrong(status: RunStatus) -> bool:
-    members = any(map(_is_wrong, status.members))
+    return _has_trouble(status) or (status.sender_alive is False and not _is_left(status))
+
+
+def _has_trouble(status: RunStatus) -> bool:
+    members = any(map(_has_trouble, status.members))
     return bool(status.problems) or members or any(r.state in _WRONG for r in status.receivers)
+
+
+def _is_left(status: RunStatus) -> bool:
+    """Whether a run without a sender is there on purpose: for its versions, which are whole.
+
+    A sender that ends removes every other run.
+    """
+    if status.members:
+        return any(map(_is_left, status.members))
+    whole = all(slot.version is not None for slot in status.slots)
+    return status.version is not None and whole and _keeps(status.scheme)
+
+
+def _keeps(scheme: str) -> bool:
+    from weightsync.scheme import known_schemes
+
+    kinds = [cls.run_kind for cls in known_schemes() if cls.url_scheme == scheme]
+    return any(kind is not None and kind.keeps for kind in kinds)
 
 
 def _show(status: RunStatus, as_json: bool) -> None:
@@ -71,7 +96,7 @@ def _looks(target: str, first: RunStatus) -> Iterator[RunStatus | str]:
         try:
             yield look(target)
         except FileNotFoundError:
-            yield "the run is gone: its sender has ended"
+            yield _GONE
         except (OSError, WeightSyncError) as error:
             yield str(error)
 
@@ -107,8 +132,18 @@ def _show_changes(target: str, first: RunStatus) -> None:
         for seen in _changes(target, first):
             out.print(seen if isinstance(seen, str) else view(seen, time.time()), "")
         return
-    with Live(console=out, screen=True, auto_refresh=False) as live:
+    frame = Group(view(first, time.time()))
+    with suppress(KeyboardInterrupt), Live(console=out, screen=True, auto_refresh=False) as live:
         for seen in _looks(target, first):
+            last = _last_seen(seen, last)
             above = [Text(seen, style="yellow"), Text()] if isinstance(seen, str) else []
-            last = last if isinstance(seen, str) else seen
-            live.update(Group(*above, view(last, time.time())), refresh=True)
+            frame = Group(*above, view(last, time.time()))
+            live.update(frame, refresh=True)
+    out.print(frame)  # the screen of its own is closed, and what it showed gone
+
+
+def _last_seen(seen: RunStatus | str, last: RunStatus) -> RunStatus:
+    """What is shown of a run that may not be seen any more."""
+    if seen == _GONE:
+        return dataclasses.replace(last, sender_alive=False)
+    return last if isinstance(seen, str) else seen

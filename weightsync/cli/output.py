@@ -69,6 +69,8 @@ def refusals(as_json: bool = False) -> Iterator[None]:
 
 def _words(error: Exception) -> str:
     """Of the system's errors without their numbers."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename}: there is nothing"
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -32,7 +32,7 @@ def view(status: RunStatus, now: float, within: bool = False) -> RenderableType:
         now: seconds since 1970.
         within: it is one of a fallback's, whose receivers are those of all of them.
     """
-    parts: list[RenderableType] = [_facts(status, now)]
+    parts: list[RenderableType] = [_where(status), _facts(status, now)]
     if status.slots:
         parts += [Text(), _slots(status)]
     if status.receivers and not within:
@@ -46,11 +46,21 @@ def view(status: RunStatus, now: float, within: bool = False) -> RenderableType:
     return Group(*parts)
 
 
+def _where(status: RunStatus) -> Text:
+    """A text and no row of a table: a path that does not fit beside the word goes below it."""
+    word = "run".ljust(_label_width(status) + 2)
+    return Text.assemble((word, "dim"), f"{status.path} ({status.scheme})", overflow="fold")
+
+
+def _label_width(status: RunStatus) -> int:
+    shown = {"receivers": not status.receivers, "not seen": status.unseen, "version": True}
+    return max(len(label) for label, is_there in shown.items() if is_there)
+
+
 def _facts(status: RunStatus, now: float) -> Table:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
-    facts.add_row("run", Text(f"{status.path} ({status.scheme})"))
     facts.add_row("version", _newest(status, now))
     facts.add_row("sender", _sender(status))
     if not status.receivers:

@@ -27,15 +27,14 @@ def scheme_at(target: str) -> WeightSyncScheme | None:
         FileNotFoundError: there is nothing at the path.
         WeightSyncError: it is a symlink, or belongs to somebody else.
     """
-    from weightsync.files import Directory
-    from weightsync.scheme import known_schemes
-
     if "://" in target:
         return scheme_of_url(target)
+    from weightsync.files import Directory
+
     path = os.path.abspath(target)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"{path}: there is nothing")
     run = Directory.open(path)
+    from weightsync.scheme import known_schemes  # and torch, which takes seconds
+
     for cls in known_schemes():
         if cls.run_kind is not None and cls.run_kind.recognises(run):
             return cls.from_address("", path, {})
