@@ -60,7 +60,7 @@ class RunStatus:
         sender_alive: whether a live process owns the run; None: that cannot be seen.
         sender: which process owns it, or did last, in its own words; empty: not known.
         time: when the newest version was committed, in seconds since 1970.
-        tensors, nbytes: of the newest version; 0 where that is not known.
+        tensors, nbytes: of the newest version, padding not counted; 0 where that is not known.
         problems: what could not be read, and why.
         unseen: what cannot be known from outside, and why.
         members: of a fallback: what each of its schemes shows, in order of preference.

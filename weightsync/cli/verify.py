@@ -135,3 +135,16 @@ def _print(document: dict[str, Any]) -> None:
         for words in found:
             said = harmless(f"{kind.replace('_', ' ')}: {words}")
             out.print(said, markup=False, soft_wrap=True)
+    if kinds:
+        out.print(_count(document), markup=False, soft_wrap=True)
+
+
+def _count(document: dict[str, Any]) -> str:
+    against = document["against"]
+    words = f"{len(against['different'])} of {tensors_words(document['tensors'])} differ from "
+    lacking = [
+        f"; {len(against[kind])} {kind.replace('_', ' ')}"
+        for kind in ("only_in_run", "only_in_checkpoint")
+        if against[kind]
+    ]
+    return words + against["checkpoint"] + "".join(lacking)

@@ -12,6 +12,9 @@ _NOWHERE = ("192.0.2.1", 9)
 
 def host_name(subject: Subject) -> Finding:
     """Whether this host's own name leads to an address that others could use."""
+    given = getattr(subject.scheme, "master_address", None)
+    if given is not None:
+        return _address(given)
     name = socket.gethostname()
     out = _outward()
     others = f"; connections go out by {out}" if out else ""
@@ -26,10 +29,25 @@ def host_name(subject: Subject) -> Finding:
         words = f"{name} is not found: {error.strerror or error}{others}"
         return warning("host name", words, remedy)
     addresses = ", ".join(sorted(found))
-    if all(address.startswith("127.") or address == "::1" for address in found):
+    if _is_here(found):
         words = f"{name} is {addresses}, which is this host alone{others}"
         return warning("host name", words, remedy)
     return ok("host name", f"{name} is {addresses}{others}")
+
+
+def _address(name: str) -> Finding:
+    """Whether the address that a scheme gives is known here."""
+    try:
+        found = {str(e[4][0]) for e in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        remedy = "Give master_address= an IP address of the trainer's host, or a name known here."
+        return problem("address", f"{name} is not found: {error.strerror or error}", remedy)
+    words = name if found == {name} else f"{name} is {', '.join(sorted(found))}"
+    return ok("address", f"{words}{', this host alone' if _is_here(found) else ''}")
+
+
+def _is_here(addresses: set[str]) -> bool:
+    return all(address.startswith("127.") or address == "::1" for address in addresses)
 
 
 def _outward() -> str | None:

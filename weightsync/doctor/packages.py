@@ -19,7 +19,15 @@ def packages(subject: Subject) -> list[Finding]:
         words = "this package is not installed, so what it asks for is not known"
         return [not_applicable("packages", words)]
     base = [name for name in ("torch", "tensordict", "safetensors") if name in least]
-    return [_package(name, least.get(name), name in base) for name in (*base, *_FRAMEWORKS)]
+    others = _others(subject)
+    return [_package(name, least.get(name), name in base) for name in (*base, *others)]
+
+
+def _others(subject: Subject) -> tuple[str, ...]:
+    """Of one scheme what it imports itself; which frameworks come with it is not known."""
+    if subject.scheme is None:
+        return _FRAMEWORKS
+    return ("fsspec",) if getattr(subject.scheme, "is_remote", False) else ()
 
 
 def _requirements() -> Iterator[tuple[str, str]]:

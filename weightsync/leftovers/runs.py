@@ -17,6 +17,7 @@ from weightsync.run.ownership import owner_of
 from weightsync.run.receivers import read_receivers
 from weightsync.run.records import RECEIVERS, SENDER_LOCK, is_temporary, receiver_of
 from weightsync.run.removal import remove_rest
+from weightsync.scheme import known_schemes
 
 VERSIONS_STAY = "its versions are kept on purpose: --kept removes them too"
 
@@ -56,17 +57,17 @@ def _unfinished(path: str, kind: RunKind, names: Sequence[str]) -> Leftover:
 
 def _recognise(run: Directory) -> tuple[str, RunKind | None] | None:
     """The scheme's name, and the kind; no kind: nothing was published there."""
-    # The lock of a sender, past or present, is what makes it a run and not just a name.
-    if run.status(SENDER_LOCK) is None:
-        return None
-    from weightsync.scheme import known_schemes  # and torch, which takes seconds
-
     for cls in known_schemes():
         if cls.run_kind is not None and cls.run_kind.recognises(run):
-            return cls.url_scheme, cls.run_kind
+            # The lock of a sender, past or present, is what makes it a run and not just a name.
+            return (cls.url_scheme, cls.run_kind) if _has_lock(run) else None
     names = run.names()
     bare = all(name in (SENDER_LOCK, RECEIVERS) or is_temporary(name) for name in names)
-    return ("nothing published", None) if bare else None
+    return ("nothing published", None) if bare and _has_lock(run) else None
+
+
+def _has_lock(run: Directory) -> bool:
+    return run.status(SENDER_LOCK) is not None
 
 
 def _last_sender(run: Directory) -> str:

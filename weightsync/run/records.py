@@ -152,7 +152,7 @@ def report_from_json(data: bytes, what: str) -> ReceiverReport:
             None if error is None else text(error),
             text(fields["host"]),
             number(fields["pid"]),
-            Seconds(apply=seconds(fields["apply"]), pause=seconds(fields["pause"])),
+            _taken(fields),
             # Not in the records of releases that knew one engine only.
             tuple(_engine_from_json(engine) for engine in fields.get("engines", ())),
         )
@@ -168,8 +168,13 @@ def _engine_from_json(fields: Any) -> EngineReport:
         _version(fields["version"]),
         _version(fields["attempted"]),
         None if error is None else text(error),
-        Seconds(apply=seconds(fields["apply"]), pause=seconds(fields["pause"])),
+        _taken(fields),
     )
+
+
+def _taken(fields: Any) -> Seconds:
+    apply = seconds(fields["apply"])
+    return Seconds(apply=apply, pause=seconds(fields["pause"]), total=apply)
 
 
 @contextmanager

@@ -27,12 +27,12 @@ class VersionRuns(RunKind):
     def inspect(self, run: Directory) -> RunStatus:
         look = Look(run)
         head = look.record(names.HEAD, Commit.from_json)
-        tensors = head and look.attempt(partial(_count_tensors, run, head))
+        size = look.attempt(partial(_size, run, head)) if head else None
         found = [look.attempt(partial(_version, look, version)) for version in versions(run)]
         under_way = filter(names.is_unfinished, run.names())
         unfinished = [SlotStatus(name, None, None, "written", None) for name in under_way]
         slots = [slot for slot in found if slot is not None] + unfinished
-        return look.status("disk", head, tensors or 0, head.nbytes if head else 0, slots)
+        return look.status("disk", head, *(size or (0, 0)), slots)
 
     def leases(self, run: Directory) -> list[tuple[Directory, str]]:
         found = run.names()
@@ -59,12 +59,14 @@ def _version(look: Look, version: Version) -> SlotStatus:
     return SlotStatus(name, None, record.version if record else None, state, nbytes)
 
 
-def _count_tensors(run: Directory, head: Commit) -> int:
+def _size(run: Directory, head: Commit) -> tuple[int, int]:
+    """How many tensors a version has, and their bytes."""
     directory = run.subdirectory(head.directory)
     data = directory.read(names.LAYOUT, names.MAX_LAYOUT)
-    return _tensors_in(data, f"{directory.path}/{names.LAYOUT}")
+    return _size_in(data, f"{directory.path}/{names.LAYOUT}")
 
 
 @lru_cache(maxsize=4)  # one of 20,000 tensors takes longer than all the rest of a look
-def _tensors_in(layout: bytes, where: str) -> int:
-    return len(Layout.from_json(layout, where).manifest.tensors)
+def _size_in(layout: bytes, where: str) -> tuple[int, int]:
+    manifest = Layout.from_json(layout, where).manifest
+    return len(manifest.tensors), manifest.payload

@@ -52,7 +52,7 @@ class _Looker:
         self._watch = Watch(patience)
         self._records = RecordObjects(self._store, patience)
         self._sizes: dict[Version, int] = {}
-        self._tensors: tuple[str, int] = ("", 0)
+        self._newest: tuple[str, int, int] = ("", 0, 0)
 
     def look(self) -> RunStatus:
         deadline = Deadline(max(self._patience, 30.0))
@@ -69,8 +69,7 @@ class _Looker:
             self._alive(sign, deadline),
             sender_words(sign.words) if sign else "",
             head.time if head else None,
-            self._count_tensors(head, problems, deadline) if head else 0,
-            head.nbytes if head else 0,
+            *(self._size(head, problems, deadline) if head else (0, 0)),
             tuple(self._slot(version, deadline) for version in versions),
             tuple(r.report for r in self._records.read() if not r.signed_off),
             tuple(problems),
@@ -106,18 +105,19 @@ class _Looker:
             problems.append(str(error))
         return None
 
-    def _count_tensors(self, head: Commit, problems: list[str], deadline: Deadline) -> int:
-        """Read once for each version."""
-        if self._tensors[0] != head.directory:
+    def _size(self, head: Commit, problems: list[str], deadline: Deadline) -> tuple[int, int]:
+        """Tensors of a version and their bytes. Read once for each."""
+        if self._newest[0] != head.directory:
             name = f"{head.directory}/{names.LAYOUT}"
             try:
                 data = self._store.read(name, names.MAX_LAYOUT, deadline)
                 layout = Layout.from_json(data, f"{self._store.url}/{name}")
             except (FileNotFoundError, WeightSyncError) as error:
                 problems.append(str(error))
-                return 0
-            self._tensors = head.directory, len(layout.manifest.tensors)
-        return self._tensors[1]
+                return 0, 0
+            manifest = layout.manifest
+            self._newest = head.directory, len(manifest.tensors), manifest.payload
+        return self._newest[1:]
 
     def _slot(self, version: Version, deadline: Deadline) -> SlotStatus:
         """A version; whole if its record is there, which comes last and goes first."""

@@ -27,12 +27,11 @@ class SlotRuns(RunKind):
     def inspect(self, run: Directory) -> RunStatus:
         look = Look(run)
         head = look.record(layout.HEAD, Commit.from_json)
-        tensors = head and look.attempt(lambda: _count_tensors(run, head.generation))
+        size = look.attempt(partial(_size, run, head.generation)) if head else None
         slots: list[SlotStatus] = []
         for name in _generations(run):
             slots += look.attempt(partial(_slots, look, name)) or []
-        nbytes = head.nbytes if head else 0
-        return look.status("shm", head, tensors or 0, nbytes, slots)
+        return look.status("shm", head, *(size or (0, 0)), slots)
 
     def leases(self, run: Directory) -> list[tuple[Directory, str]]:
         generations = [run.subdirectory(name) for name in _generations(run)]
@@ -46,17 +45,19 @@ def _generations(run: Directory) -> list[str]:
     return [name for name in run.names() if layout.generation_number(name) is not None]
 
 
-def _count_tensors(run: Directory, generation: str) -> int:
+def _size(run: Directory, generation: str) -> tuple[int, int]:
+    """How many tensors the versions of a generation have, and their bytes."""
     data = run.subdirectory(generation).read(layout.MANIFEST, layout.MAX_MANIFEST)
     try:
-        return _tensors_in(data)
+        return _size_in(data)
     except ManifestError as error:
         raise ManifestError(f"{run.path}/{generation}/{layout.MANIFEST}: {error}") from None
 
 
 @lru_cache(maxsize=4)  # one of 20,000 tensors takes longer than all the rest of a look
-def _tensors_in(manifest: bytes) -> int:
-    return len(Manifest.from_json(manifest).tensors)
+def _size_in(data: bytes) -> tuple[int, int]:
+    manifest = Manifest.from_json(data)
+    return len(manifest.tensors), manifest.payload
 
 
 def _slots(look: Look, name: str) -> list[SlotStatus]:
