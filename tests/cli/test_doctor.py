@@ -25,6 +25,15 @@ def test_too_little_room_is_a_problem_and_an_exit_code(weightsync, run_dir):
     assert "1 problem" in answer.words
 
 
+def test_only_what_matters_for_a_scheme_is_looked_at(weightsync):
+    url = "nccl://127.0.0.1:29597?backend=gloo"
+    found = weightsync("doctor", "--scheme", url, "--json").json["findings"]
+    assert not {f["check"] for f in found} & {"torchrl", "trl", "verl", "ray", "fsspec", "httpx"}
+    assert not [f for f in found if f["remedy"] and "master_address=" in f["remedy"]]
+    (address,) = [f for f in found if f["check"] == "address"]
+    assert address["words"] == "127.0.0.1, this host alone"
+
+
 def test_the_size_of_a_model_is_that_of_its_files(weightsync, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"x" * 1500)
     (tmp_path / "b.safetensors").write_bytes(b"x" * 1500)

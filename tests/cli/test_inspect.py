@@ -70,6 +70,73 @@ def test_the_dead_are_shown_and_are_an_exit_code(weightsync, peers, run_dir):
     assert "engine: its process is gone" in answer.words
 
 
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_a_killed_sender_is_an_exit_code(weightsync, peers, run_dir, kind):
+    """Of a run on disk, if it was killed in the middle of a version: whole ones may stay."""
+    scheme = ws.DoubleBufferScheme(run_dir) if kind == "shm" else ws.DiskScheme(run_dir)
+    (sender,) = peers(1)
+    sender.call(roles.send_from, scheme)
+    sender.call(roles.publish, 1)
+    assert weightsync("inspect", run_dir).code == 0
+    sender.kill()
+    if kind == "disk":
+        assert weightsync("inspect", run_dir).code == 0
+        (whole,) = pathlib.Path(run_dir).glob("step-*")
+        (whole / "weightsync.json").unlink()
+    answer = weightsync("inspect", run_dir)
+    assert answer.code == 1
+    assert "none is alive" in answer.words
+    fallback = f"fallback://nccl://127.0.0.1:29598?backend=gloo,{kind}://{run_dir}"
+    assert weightsync("inspect", fallback).code == 1
+
+
+def test_a_run_whose_sender_has_left_its_versions_is_well(weightsync, disk):
+    answer = weightsync("inspect", disk)
+    assert (answer.code, "none is alive" in answer.words) == (0, True)
+    fallback = f"fallback://nccl://127.0.0.1:29598?backend=gloo,disk://{disk}"
+    assert weightsync("inspect", fallback).code == 0
+
+
+def test_nobody_who_answers_is_an_exit_code(weightsync):
+    answer = weightsync("inspect", "nccl://127.0.0.1:29598?backend=gloo")
+    assert (answer.code, answer.err) == (1, "")
+
+
+def test_a_receiver_s_total_is_as_long_as_it_took_to_apply(weightsync, shm, run_dir, weights):
+    engine = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    with ws.DoubleBufferScheme(run_dir).create_receiver(engine, id="engine") as receiver:
+        receiver.connect(WAIT)
+        receiver.poll_and_apply(WAIT)
+        document = weightsync("inspect", run_dir, "--json").json
+    (entry,) = document["receivers"]
+    assert entry["seconds"]["total"] == entry["seconds"]["apply"] > 0
+    assert [e["seconds"]["total"] for e in entry["engines"]] == [
+        e["seconds"]["apply"] for e in entry["engines"]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_a_version_has_one_size_whoever_says_it(weightsync, run_dir, kind):
+    weights = {f"layer.{number}": torch.ones(3) for number in range(5)}  # 12 bytes, padded to 64
+    scheme = ws.DoubleBufferScheme(run_dir) if kind == "shm" else ws.DiskScheme(run_dir)
+    with scheme.create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        report = sender.update_weights(version=1)
+        said = [weightsync(c, run_dir, "--json").json["nbytes"] for c in ("inspect", "verify")]
+    assert said == [report.nbytes] * 2 == [60, 60]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_path_that_fits_on_a_line_is_not_broken(weightsync, tmp_path, columns):
+    path = str(tmp_path / "run")
+    path += "x" * (columns - 4 - len(path))
+    with ws.DiskScheme(path).create_sender({"w": torch.ones(3)}, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        answer = weightsync("inspect", path, columns=columns)
+    assert path in answer.out
+    assert max(map(len, answer.out.splitlines())) <= columns
+
+
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(weightsync, shm, run_dir):
     with open(f"{run_dir}/head.json", "w") as file:
         file.write("garbage")
@@ -249,10 +316,18 @@ def test_watching_in_a_terminal(shm, run_dir):
         eventually(lambda: shows(b"2 of epoch"))
         shutil.rmtree(run_dir)
         eventually(lambda: shows(b"the run is gone"))
+        assert b"none is alive" in bytes(seen).rpartition(b"the run is gone")[2] or eventually(
+            lambda: shows(b"none is alive")
+        )
         os.write(terminal, b"\x03")
         ended = eventually(lambda: os.waitpid(pid, os.WNOHANG)[0] and (0,))
         assert ended
+        shows(b"")
         assert b"Traceback" not in seen
         assert b"Abort" not in seen
+        _, closed, after = bytes(seen).rpartition(b"\x1b[?1049l")  # the screen of its own
+        assert closed
+        assert b"2 of epoch" in after
+        assert b"alive: pid" not in after
     finally:
         os.close(terminal)

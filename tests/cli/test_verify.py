@@ -73,6 +73,8 @@ def test_what_differs_from_a_checkpoint_is_named(weightsync, disk, weights, tmp_
     assert "different: model.a" in answer.out
     assert "model.b: bfloat16[7, 3] in the run, float32[7, 3] in the checkpoint" in answer.words
     assert "only in checkpoint: extra" in answer.words
+    words = f"2 of 2 tensors differ from {tmp_path}/other.safetensors; 1 only in checkpoint"
+    assert answer.out.splitlines()[-1] == words
 
 
 @pytest.mark.parametrize("made", ["nothing", "an empty folder", "garbage"])

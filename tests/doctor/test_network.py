@@ -30,6 +30,17 @@ def test_a_name_that_nobody_knows(monkeypatch):
     assert network.host_name(Subject()).state == "warning"
 
 
+def test_an_address_that_is_given_is_looked_at_instead(monkeypatch):
+    def unknown(name, *args, **how):
+        raise socket.gaierror(-2, f"{name} is unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    scheme = ws.NCCLScheme(backend="gloo", master_address="trainer-0", master_port=29_500)
+    finding = network.host_name(Subject(scheme=scheme))
+    assert finding.state == "problem"
+    assert "trainer-0 is not found" in finding.words
+
+
 def test_a_port_can_be_had():
     assert network.ports(Subject()).state == "ok"
 

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from weightsync.transport import Snapshot
 
 
-def compare(snapshot: Snapshot, checkpoint: Path, advance: Advance) -> dict[str, list[str]]:
+def compare(
+    snapshot: Snapshot, checkpoint: Path, advance: Advance
+) -> tuple[int, dict[str, list[str]]]:
     """
     Returns:
-        ``different``: names, and what they are on both sides where that is another dtype or
+        How many names are in both, and ``different``: names, and what they are on both sides where that is another dtype or
         shape; ``only_in_run``, ``only_in_checkpoint``: names. A tied tensor that the checkpoint
         has under several names is looked up under each.
 
@@ -43,7 +45,7 @@ def compare(snapshot: Snapshot, checkpoint: Path, advance: Advance) -> dict[str,
             if name in manifest.by_name:
                 advance(spec.nbytes)
         known = set(manifest.names())
-        return {
+        return len(known & holders.keys()), {
             "different": different,
             "only_in_run": [name for name in manifest.by_name if name not in holders],
             "only_in_checkpoint": sorted(name for name in holders if name not in known),

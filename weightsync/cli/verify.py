@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from weightsync.manifest import ParamSpec
     from weightsync.transport import Snapshot
 
+_KINDS = ("different", "only_in_run", "only_in_checkpoint")
+
 _AT_ONCE = 256 << 20
 """Bytes that are verified with one call: enough for all threads, and the bar still moves."""
 
@@ -68,8 +70,12 @@ def _verify(target: str, snapshot: Snapshot, against: Path | None) -> dict[str, 
         from weightsync.cli.comparison import compare
 
         with progress_of("comparing", manifest.payload) as advance:
-            differences = compare(snapshot, against, advance)
-        document["against"] = {"checkpoint": str(against), **differences}
+            compared, differences = compare(snapshot, against, advance)
+        document["against"] = {
+            "checkpoint": str(against),
+            "compared": compared,
+            **differences,
+        }
         document["good"] &= not any(differences.values())
     return document
 
@@ -128,7 +134,7 @@ def _print(document: dict[str, Any]) -> None:
     if "against" not in document:
         return
     against = document["against"]
-    kinds = {kind: found for kind, found in against.items() if kind != "checkpoint" and found}
+    kinds = {kind: against[kind] for kind in _KINDS if against[kind]}
     if not kinds:
         out.print(f"every tensor is that of {against['checkpoint']}", markup=False, soft_wrap=True)
     for kind, found in kinds.items():
@@ -136,15 +142,14 @@ def _print(document: dict[str, Any]) -> None:
             said = harmless(f"{kind.replace('_', ' ')}: {words}")
             out.print(said, markup=False, soft_wrap=True)
     if kinds:
-        out.print(_count(document), markup=False, soft_wrap=True)
+        out.print(_count(against), markup=False, soft_wrap=True)
 
 
-def _count(document: dict[str, Any]) -> str:
-    against = document["against"]
-    words = f"{len(against['different'])} of {tensors_words(document['tensors'])} differ from "
-    lacking = [
-        f"; {len(against[kind])} {kind.replace('_', ' ')}"
-        for kind in ("only_in_run", "only_in_checkpoint")
-        if against[kind]
-    ]
-    return words + against["checkpoint"] + "".join(lacking)
+def _count(against: dict[str, Any]) -> str:
+    """``19 of 21 tensors differ from NAME; 2 only in run``."""
+    both, name = tensors_words(against["compared"]), against["checkpoint"]
+    words = [f"{len(against['different'])} of {both} differ from {name}"]
+    for kind in _KINDS[1:]:
+        if against[kind]:
+            words.append(f"{len(against[kind])} {kind.replace('_', ' ')}")
+    return "; ".join(words)

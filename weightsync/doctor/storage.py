@@ -28,6 +28,8 @@ _MORE = (
     "Give the container more with --shm-size=64g or --ipc=host, or in Kubernetes by an emptyDir "
     "with medium: Memory at /dev/shm."
 )
+_LESS = "Use fewer slots= or keep=, a smaller dtype=, or another path with more room."
+_MORE_OR_LESS = f"{_MORE[:-1]}; or use fewer slots=, a smaller dtype=, or DiskScheme."
 
 
 def place_of(path: str) -> str:
@@ -61,20 +63,12 @@ def room(subject: Subject) -> Finding:
         reusable = _occupied(subject.path)
         words += f"; {copies} copies of {size(subject.nbytes)} need {size(needed)}"
         if needed > free + reusable:
-            return problem(
-                "room", words, _less(in_memory=kind == "tmpfs", too_small=total < needed)
-            )
+            contained = kind == "tmpfs" and total < needed
+            return problem("room", words, _MORE_OR_LESS if contained else _LESS)
         return ok("room", words)
     if kind == "tmpfs" and total < _SMALL:
         return warning("room", words, _MORE)
     return ok("room", words)
-
-
-def _less(in_memory: bool, too_small: bool) -> str:
-    """What to do where not all copies have room."""
-    if in_memory and too_small:
-        return f"{_MORE[:-1]}; or use fewer slots=, a smaller dtype=, or DiskScheme."
-    return "Use fewer slots= or keep=, a smaller dtype=, or another path with more room."
 
 
 def _copies(subject: Subject) -> int:
