@@ -20,7 +20,8 @@ def test_too_little_room_is_a_problem_and_an_exit_code(weightsync, run_dir):
     answer = weightsync("doctor", "--scheme", f"shm://{run_dir}?slots=3", "--model-size", "900TB")
     assert answer.code == 1
     assert "3 copies of 900000.00 GB need" in answer.words
-    assert "slots=" in answer.words or "--shm-size" in answer.words
+    assert "--shm-size" in answer.words
+    assert "or use fewer slots=, a smaller dtype=, or DiskScheme." in answer.words
     assert "host name" not in answer.words
     assert "1 problem" in answer.words
 

@@ -22,9 +22,9 @@ def compare(
 ) -> tuple[int, dict[str, list[str]]]:
     """
     Returns:
-        How many names are in both, and ``different``: names, and what they are on both sides where that is another dtype or
-        shape; ``only_in_run``, ``only_in_checkpoint``: names. A tied tensor that the checkpoint
-        has under several names is looked up under each.
+        How many names are in both, and ``different``: names, and what they are on both sides where
+        that is another dtype or shape; ``only_in_run``, ``only_in_checkpoint``: names. A tied
+        tensor that the checkpoint has under several names is looked up under each.
 
     Raises:
         WeightSyncError: the checkpoint cannot be read; says which file and why.
