@@ -10,7 +10,14 @@ from weightsync.run import records
 from weightsync.version import Version
 
 REPORT = ReceiverReport(
-    "r1", "applied", Version(3, 7), Version(3, 8), "words", "host", 5, Seconds(apply=1.0, pause=0.5, total=1.0)
+    "r1",
+    "applied",
+    Version(3, 7),
+    Version(3, 8),
+    "words",
+    "host",
+    5,
+    Seconds(apply=1.0, pause=0.5, total=1.0),
 )
 
 
