@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 # In a string, because it imports nothing of ours: it starts within milliseconds.
@@ -68,10 +68,26 @@ class Janitor:
 
 
 @contextmanager
-def own_folders(shared: str, disk: str) -> Iterator[tuple[Janitor, str, str]]:
-    """A folder of this turn's own in each of two places, and who looks after them."""
+def own_folders(
+    shared: str, disk: str, named: Sequence[str] = ()
+) -> Iterator[tuple[Janitor, str, str]]:
+    """A folder of this turn's own in each of two places, and who looks after them.
+
+    Args:
+        named: more folders, to be made and removed like these.
+
+    Raises:
+        FileExistsError: one of ``named`` is there already. It stays as it is.
+    """
     prefix = f"{PREFIX}{os.getpid()}-"
     folders = [tempfile.mkdtemp(prefix=prefix, dir=place) for place in (shared, disk)]
+    try:
+        for folder in named:
+            os.mkdir(folder, 0o700)
+            folders.append(folder)
+    except OSError:
+        Janitor(folders).close()
+        raise
     janitor = Janitor(folders)
     try:
         yield janitor, folders[0], folders[1]

@@ -41,13 +41,15 @@ class Taken:
         moves: the cold one and the warm ones.
         extra: bytes held beside the weights of trainer and receivers, at most; None: not looked at.
         reads: how often a receiver compared what it held, and of these ``torn``: what it held was
-            not one version. Timed versions are among them, and a race in which nobody waits.
+            not one version; and ``stale``: one version, but not one that it could have received.
+            Timed versions are among them, and a race in which nobody waits.
     """
 
     moves: tuple[Move, ...]
     extra: int | None
     reads: int
     torn: int
+    stale: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,16 @@ class Result:
         return sum(turn.torn for turn in self.turns)
 
     @property
+    def stale(self) -> int:
+        return sum(turn.stale for turn in self.turns)
+
+    @property
+    def wrong(self) -> bool:
+        """It failed, or it is ours and receivers did not hold what they should."""
+        failed = self.error is not None and not self.skipped
+        return failed or (self.ours and bool(self.torn or self.stale))
+
+    @property
     def extra(self) -> int | None:
         """Bytes."""
         looked = [turn.extra for turn in self.turns if turn.extra is not None]
@@ -99,6 +111,12 @@ class Result:
             statistics.median(values(theirs, "total")) / statistics.median(values(own, "total"))
             for theirs, own in zip(limit.turns, self.turns, strict=False)
         )
+
+
+def milliseconds_text(seconds: float) -> str:
+    """Three digits or more, without a unit."""
+    value = seconds * 1e3
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -168,6 +186,7 @@ UNITS = {
     "needed": "bytes expected to be needed, for trainer, receivers and buffers",
     "extra": "bytes held at most beside the weights of trainer and receivers",
     "torn": "reads that were not one version, of so many reads",
+    "stale": "reads that were one version, but another one than was sent",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weightsync.bench.measures import Cell, Report, Result, best
+from weightsync.bench.measures import Cell, Report, Result, best, milliseconds_text
 
 OURS, OTHERS, INK, FAINT = "#0072B2", "#D55E00", "#222222", "#999999"
 """Blue and vermilion, which the colour-blind tell apart; ours have filled marks as well."""
@@ -29,7 +29,9 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def _file_name(cell: Cell) -> str:
-    return f"bench-{cell.nbytes / 1e9:.3g}GB-{cell.tensors}-tensors-{cell.receivers}-receivers"
+    counts = (cell.tensors, "tensor"), (cell.receivers, "receiver")
+    words = [f"{count}-{word}{'s' * (count > 1)}" for count, word in counts]
+    return f"bench-{cell.nbytes / 1e9:.3g}GB-{'-'.join(words)}"
 
 
 def _machine(report: Report) -> str:
@@ -82,7 +84,8 @@ def _dumbbell(axes: Any, cell: Cell, row: int, result: Result) -> None:
     axes.plot([total], [row], "o", color=colour, markerfacecolor=fill, markersize=7)
     torn = f", torn {result.torn} of {result.reads}" if result.torn else ""
     axes.annotate(
-        f"{total:,.0f} ms, {cell.speed(result) / 1e9:.2g} GB/s{torn}",
+        f"{milliseconds_text(result.median('total'))} ms, "
+        f"{cell.speed(result) / 1e9:.2g} GB/s{torn}",
         (total, row),
         xytext=(8, 0),
         textcoords="offset points",
@@ -97,7 +100,7 @@ def _bound(axes: Any, height: float, result: Result) -> None:
     total = result.median("total") * 1e3
     axes.plot([total, total], [-0.7, height], color=FAINT, linewidth=1, dashes=(4, 3), zorder=0)
     axes.annotate(
-        f"{result.way}, {total:,.0f} ms",
+        f"{result.way}, {milliseconds_text(result.median('total'))} ms",
         (total, height),
         xytext=(3, 0),
         textcoords="offset points",
@@ -114,7 +117,7 @@ def _limits(axes: Any, results: Sequence[Result]) -> None:
     least = min(min(result.median("blocked"), result.median("total")) for result in results) * 1e3
     most = max(result.median("total") for result in results) * 1e3
     axes.set_xlim(least / 1.3, most * (most / least) ** 0.4 * 1.5)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from weightsync.bench.way import Notices, ReceivingEnd, SendingEnd, Setting, Way
-from weightsync.bench.weights import WeightSet, change, digests
+from weightsync.bench.weights import WeightSet, change, digests, is_version
 
 BEGUN = "begun"
 """Answered before a step is done, so that who told it knows that it waits by now."""
@@ -59,6 +59,10 @@ class Trainer:
             made.append(self.change())
             self.publish(version)
         return made
+
+    def is_version(self, held: bytes) -> bool:
+        """Whether what a receiver holds was whole at some time, in this turn or another."""
+        return is_version(held, self._weights)
 
     def used(self) -> float:
         return processor_seconds()

@@ -9,51 +9,58 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightsync.bench.measures import Cell, Report, Result, best
+from weightsync.bench.measures import Cell, Figure, Report, Result, best, milliseconds_text
 from weightsync.bench.weights import size_text
 
 
 @dataclass(frozen=True)
 class Column:
-    """``least``: columns of the terminal from which on it is shown."""
+    """
+    Attributes:
+        meaning: for the legend.
+        least: columns of the terminal from which on it is shown.
+    """
 
     title: str
     text: Callable[[Cell, Result], str]
+    meaning: str
     least: int = 0
 
 
-def _milliseconds(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+def _time(figure: Figure, meaning: str, cold: bool = False, least: int = 0) -> Column:
+    """A median in milliseconds."""
+    title = "cold" if cold else figure
+    return Column(
+        title, lambda cell, one: milliseconds_text(one.median(figure, cold)), meaning, least
+    )
 
 
-COLUMNS = (
-    Column("blocked", lambda cell, one: _milliseconds(one.median("blocked"))),
-    Column("applied", lambda cell, one: _milliseconds(one.median("applied"))),
-    Column("total", lambda cell, one: _milliseconds(one.median("total"))),
-    Column("pause", lambda cell, one: _milliseconds(one.median("pause")), least=100),
-    Column("cold", lambda cell, one: _milliseconds(one.median("total", cold=True)), least=100),
-    Column("GB/s", lambda cell, one: f"{cell.speed(one) / 1e9:.2f}"),
-    Column("limit", lambda cell, one: "bound" if one.bound else _percent(cell.share(one))),
-    Column("CPU s", lambda cell, one: f"{one.median('processor'):.2f}"),
-    Column("extra", lambda cell, one: _size(one.extra), least=90),
-    Column("torn", lambda cell, one: f"{one.torn}/{one.reads}", least=80),
-)
-
-LEGEND = (
-    "Medians of warm versions, in ms. blocked: the trainer's call; applied: from then until all "
-    "receivers hold the version; total: both; pause: an engine stands still; cold: total of a "
-    "first version; GB/s: of each receiver; limit: speed as a part of the bound's; CPU s: of all "
-    "processes; extra: memory beside the weights; torn: reads that were not one version."
-)
+def _limit(cell: Cell, result: Result) -> str:
+    """Bounds differ from row to row: a part of a file's speed may be more than all of it."""
+    share = cell.share(result)
+    if result.bound or share is None:
+        return "bound" * result.bound
+    return f"{share:.0%} {result.limit.removeprefix('plain ')}"
 
 
 def _size(nbytes: int | None) -> str:
     return "" if nbytes is None else size_text(nbytes)
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+COLUMNS = (
+    _time("blocked", "the trainer's call"),
+    _time("applied", "from then until all receivers hold the version"),
+    _time("total", "both"),
+    _time("pause", "an engine stands still"),
+    _time("total", "total of a first version", cold=True, least=100),
+    Column("GB/s", lambda cell, one: f"{cell.speed(one) / 1e9:.2f}", "of each receiver"),
+    Column("limit", _limit, "speed as a part of a plain copy's, file's or socket's"),
+    Column("CPU s", lambda cell, one: f"{one.median('processor'):.2f}", "of all processes", 100),
+    Column("extra", lambda cell, one: _size(one.extra), "memory beside the weights", 100),
+    Column(
+        "torn", lambda cell, one: f"{one.torn}/{one.reads}", "reads that were not one version", 80
+    ),
+)
 
 
 def rendered(report: Report, width: int) -> RenderableType:
@@ -65,12 +72,17 @@ def rendered(report: Report, width: int) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"{about['date']}, {about['cores']} cores, torch {about['torch']}; {peers}"),
         *(part for cell in report.cells for part in _cell(cell, shown)),
-        Text(LEGEND, style="dim"),
+        Text(_legend(shown), style="dim"),
     ]
     if left_out:
         names = ", ".join(left_out)
         parts.append(Text(f"Left out at {width} columns: {names}; --json has all.", style="dim"))
     return Group(*parts)
+
+
+def _legend(columns: list[Column]) -> str:
+    meanings = "; ".join(f"{column.title}: {column.meaning}" for column in columns)
+    return f"Medians of warm versions, in ms. {meanings}."
 
 
 def _cell(cell: Cell, columns: list[Column]) -> Iterator[RenderableType]:
@@ -85,6 +97,12 @@ def _cell(cell: Cell, columns: list[Column]) -> Iterator[RenderableType]:
             table.add_row(result.way, *figures, style=style)
     yield table if table.row_count else Text(cell.title, style="bold")
     for result in cell.results:
+        if result.stale:
+            yield Text(
+                f"  {result.way}: {result.stale} of {result.reads} reads were stale: whole, but "
+                "another version than was sent",
+                style="red",
+            )
         if result.error:
             what = "not tried" if result.skipped else "failed"
             yield Text(

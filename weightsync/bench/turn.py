@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -70,26 +70,41 @@ def take_turn(
         crew.all("begin")
         before = held(crew.pids, setting.shared) if length.probe else 0
         crew.all("open")
-        moves, torn = [], 0
-        for version in range(1, length.warm + 2):
-            move, wrong = _move(crew, version)
-            moves.append(move)
-            torn += wrong
-        reads, extra = len(moves) * receivers, None
+        reads = _Reads(crew.trainer)
+        moves = [_move(crew, version, reads) for version in range(1, length.warm + 2)]
+        extra = None
         if length.probe:
             with peak(crew.pids, setting.shared) as found:
-                reads, torn = reads + receivers, torn + _move(crew, length.warm + 2)[1]
+                _move(crew, length.warm + 2, reads)
             extra = max(0, found.nbytes - before)
             if not way.bound:
                 count = _RACE if moves[-1].total < 1 else _SLOW
-                reads += count * receivers
-                torn += _race(crew, length.warm + 3, count, min(_IDLE, 2 * moves[-1].total))
+                _race(crew, length.warm + 3, count, min(_IDLE, 2 * moves[-1].total), reads)
         crew.all("close")
-    return Taken(tuple(moves), extra, reads, torn)
+    return Taken(tuple(moves), extra, reads.count, reads.torn, reads.stale)
 
 
-def _move(crew: _Crew, version: int) -> tuple[Move, int]:
-    """One version, timed; and how many receivers hold something else than that."""
+@dataclass
+class _Reads:
+    """What receivers held, compared with what they should have held."""
+
+    trainer: Peer
+    count: int = 0
+    torn: int = 0
+    stale: int = 0
+
+    def compare(self, held: bytes, sent: Collection[bytes]) -> None:
+        self.count += 1
+        if held in sent:
+            return
+        if self.trainer.do("is_version", held):
+            self.stale += 1
+        else:
+            self.torn += 1
+
+
+def _move(crew: _Crew, version: int, reads: _Reads) -> Move:
+    """One version, timed; and what the receivers hold then."""
     made = crew.trainer.do("change")
     used = sum(crew.all("used"))
     for receiver in crew.receivers:
@@ -97,9 +112,10 @@ def _move(crew: _Crew, version: int) -> tuple[Move, int]:
     began, ended = crew.trainer.do("publish", version)
     took = [receiver.result() for receiver in crew.receivers]
     spent = sum(crew.all("used")) - used
-    torn = sum(receiver.do("digests") != made for receiver in crew.receivers)
+    for receiver in crew.receivers:
+        reads.compare(receiver.do("digests"), [made])
     applied = max(at for at, _ in took)
-    move = Move(
+    return Move(
         cold=version == 1,
         blocked=ended - began,
         applied=max(0.0, applied - ended),
@@ -107,16 +123,17 @@ def _move(crew: _Crew, version: int) -> tuple[Move, int]:
         pause=max(pause for _, pause in took),
         processor=spent,
     )
-    return move, torn
 
 
-def _race(crew: _Crew, first: int, count: int, idle: float) -> int:
-    """Versions as fast as they come; how often a receiver held something that was none of them."""
+def _race(crew: _Crew, first: int, count: int, idle: float, reads: _Reads) -> None:
+    """Versions as fast as they come; what a receiver holds must be one of them."""
     for receiver in crew.receivers:
         receiver.start("race", first, count, idle)
     crew.trainer.start("race", first, count)
     made = set(crew.trainer.result())
-    return sum(held not in made for receiver in crew.receivers for held in receiver.result())
+    for receiver in crew.receivers:
+        for held in receiver.result():
+            reads.compare(held, made)
 
 
 class Peer:
@@ -201,7 +218,7 @@ def prepare(ways: Sequence[Way]) -> None:
 def _processes(
     way: Way, weights: WeightSet, receivers: int, length: Length, places: Places
 ) -> Iterator[tuple[_Crew, Setting]]:
-    with own_folders(places.shared, places.disk) as (janitor, shared, disk):
+    with own_folders(places.shared, places.disk, way.folders) as (janitor, shared, disk):
         setting = Setting(
             shared=shared,
             disk=os.path.abspath(disk),

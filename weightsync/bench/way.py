@@ -122,6 +122,11 @@ class Way(ABC):
     def limit(self) -> str:
         return "plain copy"
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Folders by their names that are made for each turn, and removed after it."""
+        return ()
+
     def missing(self) -> str | None:
         """Why it cannot run on this machine, if it cannot."""
         for module in self.modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +19,16 @@ from weightsync.scheme import WeightSyncScheme
 @dataclass(frozen=True)
 class Scheme(Way):
     """A scheme by its URL, in which ``{shared}``, ``{disk}``, ``{port}`` and ``{receivers}`` stand
-    for those of the turn."""
+    for those of the turn, and ``{turn}`` for a name that no other turn has.
+
+    Attributes:
+        places: folders that each turn makes and removes, besides its own.
+    """
 
     title: str
     url: str
     bounded_by: str = "plain copy"
+    places: tuple[str, ...] = ()
     ours: ClassVar[bool] = True
     about: ClassVar[str] = "as it comes, digests on; receivers hear of versions by its own protocol"
 
@@ -34,13 +40,19 @@ class Scheme(Way):
     def limit(self) -> str:
         return self.bounded_by
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return self.places
+
     def channels(self, context: object, receivers: int) -> int:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port: int = free.getsockname()[1]
         return port
 
     def needs(self, nbytes: int, receivers: int) -> Needs:
-        url = self.url.format(shared="/shared", disk="/disk", port=1, receivers=receivers)
+        url = self.url.format(
+            shared="/shared", disk="/disk", turn="turn", port=1, receivers=receivers
+        )
         return needs_of(ws.scheme_from_url(url), nbytes, receivers)
 
     def _scheme(self, setting: Setting) -> WeightSyncScheme:
@@ -48,6 +60,7 @@ class Scheme(Way):
             self.url.format(
                 shared=setting.shared,
                 disk=setting.disk,
+                turn=os.path.basename(setting.disk),
                 port=setting.channels,
                 receivers=setting.receivers,
             )
