@@ -7,6 +7,7 @@ from typing import ClassVar
 from weightsync.bench.memory import Needs
 from weightsync.bench.way import ReceivingEnd, SendingEnd, Way
 from weightsync.bench.ways.queue import Queue
+from weightsync.bench.weights import bytes_of
 from weightsync.deadline import Deadline
 
 
@@ -29,6 +30,27 @@ class _AllButOne(ReceivingEnd):
         kept = last[-1].clone()
         pause = self.whole.receive(version, deadline)
         last[-1] = kept
+        return pause
+
+
+class Stale(Queue):
+    """Its receivers hold a version whole, but one of long ago."""
+
+    name: ClassVar[str] = "stale"
+
+    def receive(self, target, setting, index, notices):
+        return _LongAgo(super().receive(target, setting, index, notices), target)
+
+
+@dataclass
+class _LongAgo(ReceivingEnd):
+    whole: ReceivingEnd
+    target: object
+
+    def receive(self, version: int, deadline: Deadline) -> float:
+        pause = self.whole.receive(version, deadline)
+        for tensor in self.target.values():
+            bytes_of(tensor).sub_(100)
         return pause
 
 

@@ -13,10 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.docs import blocks
+from weightsync.bench.here import plan_for
+from weightsync.bench.janitor import own_folders
 from weightsync.bench.measures import Cell, Move, Report, Result, Taken
+from weightsync.bench.turn import Length, Places
+from weightsync.bench.weights import uniform
 from weightsync.cli.app import app
+from weightsync.scheme import scheme_from_url
 from weightsync.testing.processes import WAIT, eventually
 
+SLOW = pytest.mark.slow
 SMALL = ["--suite", "--quick", "--rounds", "1", "--warm", "1"]
 
 
@@ -53,20 +59,76 @@ def test_a_table_fits_80_columns_and_says_what_it_leaves_out(saved):
     assert shown.exit_code == 1, "a way failed"
     assert max(map(len, shown.stdout.splitlines())) <= 80
     lines = [line.split() for line in shown.stdout.replace("│", " ").splitlines()]
-    assert ["double", "buffer", "5.0", "5.0", "10.0", "100.00", "50%", "0.50", "0/9"] in lines
-    assert ["other", "50.0", "50.0", "100", "10.00", "5%", "0.50", "2/9"] in lines
+    assert [
+        "double",
+        "buffer",
+        "5.0",
+        "5.0",
+        "10.0",
+        "1.0",
+        "100.00",
+        "50%",
+        "copy",
+        "0/9",
+    ] in lines
+    assert ["other", "50.0", "50.0", "100", "1.0", "10.00", "5%", "copy", "2/9"] in lines
     assert "bad: failed: its own words" in shown.stdout
-    assert "Left out at 80 columns: pause, cold, extra" in shown.stdout
+    assert "Left out at 80 columns: cold, CPU s, extra" in shown.stdout
+    assert "cold:" not in shown.stdout, "what is left out is explained"
     wide = run("--show", saved, columns=120)
     assert "Left out" not in wide.stdout
+    assert "cold: total of a first version" in wide.stdout
     assert "2 GB" in wide.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_no_figure_of_a_large_table_is_cut(saved, columns):
+    """Names and figures as long as they were in earnest."""
+    document = json.loads(saved.read_text())
+    (cell,) = document["cells"]
+    for one, total in zip(cell["results"][:3], (3.037, 6.074, 6.074), strict=True):
+        one["way"] = "plain socket" if one["bound"] else f"{one['way']:_<21}"
+        one["limit"] = "plain socket"
+        one["turns"][0]["reads"] = 40
+        for move in one["turns"][0]["moves"]:
+            move.update(blocked=4.597, applied=1.477, total=total, pause=1.475)
+    saved.write_text(json.dumps(document))
+    shown = run("--show", saved, columns=columns).stdout
+    assert "50% socket" in shown
+    assert "double buffer________" in shown
+    assert "…" not in shown
+    assert shown.count("4,597") == 3
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("counts", [{"torn": 1}, {"stale": 1}])
+def test_a_scheme_of_ours_that_was_torn_or_stale_is_something_found(saved, counts):
+    document = json.loads(saved.read_text())
+    (cell,) = document["cells"]
+    bound, ours, other, _ = cell["results"]
+    cell["results"] = [bound, ours, other]
+    saved.write_text(json.dumps(document))
+    assert run("--show", saved).exit_code == 0, "others' ways may be torn: that is a finding"
+    ours["turns"][0].update(counts)
+    saved.write_text(json.dumps(document))
+    shown = run("--show", saved)
+    assert shown.exit_code == 1
+    assert ("double buffer: 1 of 9 reads were stale" in shown.stdout) == ("stale" in counts)
+
+
+def test_a_dash_for_json_gives_one_document_on_stdout(saved):
+    shown = run("--show", saved, "--json", "-")
+    assert json.loads(shown.stdout) == json.loads(saved.read_text())
+    refused = run("--json", "-")
+    assert refused.exit_code == 2
+    assert "--suite" in json.loads(refused.stdout)["error"]
 
 
 def test_pictures_are_drawn(saved, tmp_path):
     pytest.importorskip("matplotlib.figure")
     run("--show", saved, "--plots", tmp_path / "plots")
     (picture,) = (tmp_path / "plots").iterdir()
-    assert picture.name == "bench-1GB-3-tensors-1-receivers.png"
+    assert picture.name == "bench-1GB-3-tensors-1-receiver.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -98,6 +160,44 @@ def test_a_scheme_and_a_model_of_ones_own(run_dir, tmp_path):
     assert not os.path.exists(run_dir)
 
 
+@pytest.mark.live
+@pytest.mark.parametrize(
+    "url", ["disk://{folder}/mine", pytest.param("nccl://127.0.0.1:0?backend=gloo", marks=SLOW)]
+)
+def test_turns_of_a_scheme_do_not_meet_and_nothing_of_it_stays(tmp_path, url):
+    """Versions on a disk outlive their sender; a free port is the same for all processes."""
+    (tmp_path / "others").write_text("mine")
+    ran = run(
+        "--scheme", url.format(folder=tmp_path), "--quick", "--rounds", 2, "--warm", 1,
+        "--timeout", 20, "--directory", tmp_path, "--json", tmp_path / "json",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    (cell,) = json.loads((tmp_path / "json").read_text())["cells"]
+    turns = cell["results"][1]["turns"]
+    assert [(turn["torn"], turn["stale"]) for turn in turns] == [(0, 0)] * 2
+    assert all(move["applied"] > 0 for turn in turns for move in turn["moves"])
+    assert sorted(os.listdir(tmp_path)) == ["json", "others"]
+
+
+def test_a_free_port_is_chosen_once():
+    plan = plan_for("nccl://127.0.0.1?backend=gloo", uniform(1, 4), 1, 1, Length(), Places())
+    port = scheme_from_url(plan.ways[1].url).port
+    assert port > 0
+    assert scheme_from_url(plan.ways[1].url).port == port
+
+
+def test_a_folder_that_appears_meanwhile_stays_as_it_is(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with (
+        pytest.raises(FileExistsError),
+        own_folders(tmp_path, tmp_path, [f"{tmp_path}/new", f"{tmp_path}/mine"]),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["mine"]
+    assert os.listdir(tmp_path / "mine") == ["file"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,6 +207,12 @@ def test_a_scheme_and_a_model_of_ones_own(run_dir, tmp_path):
         (["--suite", "--tensors", "-3"], "--tensors -3: numbers above 0 were expected"),
         (["--suite", "--sizes", "1e-9"], "do not fit"),
         (["--scheme", "no"], "no"),
+        (["--scheme", "shm:///none/x"], "/none is no folder"),
+        (["--scheme", "shm:///x", "--receivers", "1,2"], "--scheme takes one count of receivers"),
+        (["--scheme", "shm:///x", "--sizes", "0.02,0.05"], "--scheme takes one size"),
+        (["--scheme", "shm:///x", "--tensors", "10,20"], "--scheme takes one count of tensors"),
+        (["--scheme", "shm:///x", "--ways", "disk"], "--ways goes with --suite"),
+        (["--scheme", "shm:///x", "--model", "m", "--sizes", "1"], "--model has its own sizes"),
         (["--scheme", "shm:///dev/shm"], "is there already"),
         (["--scheme", "nccl://127.0.0.1:1"], "its weights are on GPUs"),
         (["--scheme", "shm:///dev/shm/weightsync-x", "--sizes", "1e6"], "of memory are needed"),

@@ -52,11 +52,11 @@ COLUMNS = (
     _time("applied", "from then until all receivers hold the version"),
     _time("total", "both"),
     _time("pause", "an engine stands still"),
-    _time("total", "total of a first version", cold=True, least=100),
+    _time("total", "total of a first version", cold=True, least=110),
     Column("GB/s", lambda cell, one: f"{cell.speed(one) / 1e9:.2f}", "of each receiver"),
     Column("limit", _limit, "speed as a part of a plain copy's, file's or socket's"),
-    Column("CPU s", lambda cell, one: f"{one.median('processor'):.2f}", "of all processes", 100),
-    Column("extra", lambda cell, one: _size(one.extra), "memory beside the weights", 100),
+    Column("CPU s", lambda cell, one: f"{one.median('processor'):.2f}", "of all processes", 110),
+    Column("extra", lambda cell, one: _size(one.extra), "memory beside the weights", 110),
     Column(
         "torn", lambda cell, one: f"{one.torn}/{one.reads}", "reads that were not one version", 80
     ),

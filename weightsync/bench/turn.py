@@ -132,8 +132,8 @@ def _race(crew: _Crew, first: int, count: int, idle: float, reads: _Reads) -> No
     crew.trainer.start("race", first, count)
     made = set(crew.trainer.result())
     for receiver in crew.receivers:
-        for held in receiver.result():
-            reads.compare(held, made)
+        for one in receiver.result():
+            reads.compare(one, made)
 
 
 class Peer:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weightsync.cli.output import FOUND, console, refusals
+from weightsync.cli.output import FOUND, console, emit, refusals
 
 if TYPE_CHECKING:
     from weightsync.bench.measures import Report
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SIZES, _TENSORS, _RECEIVERS = "0.1,1,4", "10,300,20000", "1,2,4"
 _QUICK = "0.01", "10", "1"
+_STDOUT = Path("-")
 
 
 def bench(
@@ -45,7 +46,10 @@ def bench(
     directory: Annotated[
         Path | None, typer.Option(help="On the disk to measure; the temporary directory.")
     ] = None,
-    to_json: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+    to_json: Annotated[
+        Path | None,
+        typer.Option("--json", help="All figures into a file; - is stdout, without tables."),
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw pictures into a folder.")] = None,
     show: Annotated[Path | None, typer.Option(help="A file of --json once more.")] = None,
 ) -> None:
@@ -53,9 +57,11 @@ def bench(
 
     With --scheme: your scheme, with weights of your model's shapes (or --sizes, --tensors).
 
-    With --suite: every way that runs here, side by side. GPUs have benchmarks/gpu.py.
+    With --suite: every way that runs here, side by side. GPUs: `make bench-gpu` of the repository.
+
+    Exit code 1: a way failed, or what receivers held of a scheme of ours was torn or stale.
     """
-    with refusals():
+    with refusals(as_json=to_json == _STDOUT):
         _require_packages(plots)
         from weightsync.bench.measures import Report
         from weightsync.bench.turn import Length, Places
@@ -63,6 +69,8 @@ def bench(
         if show is not None:
             report = Report.from_dict(json.loads(show.read_text()))
         else:
+            if scheme is not None and not suite:
+                _require_one(model, ways, quick, sizes, tensors, receivers)
             grid = _grid(sizes, tensors, receivers, quick, whole=suite)
             places = Places(disk=str(directory or tempfile.gettempdir()))
             plan = _plan(
@@ -70,9 +78,9 @@ def bench(
             )
             report = _run(plan)
         _write(report, to_json, plots)
-        if scheme is not None:
+        if scheme is not None and to_json != _STDOUT:
             console().print(_needed(report))
-    if any(result.error and not result.skipped for cell in report.cells for result in cell.results):
+    if any(result.wrong for cell in report.cells for result in cell.results):
         raise typer.Exit(FOUND)
 
 
@@ -84,6 +92,28 @@ def _require_packages(plots: Path | None) -> None:
     lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
     if lacking:
         raise ValueError(f"{' and '.join(lacking)} needed: pip install 'weightsync[bench]'")
+
+
+def _require_one(
+    model: Path | None,
+    ways: str | None,
+    quick: bool,
+    sizes: str | None,
+    tensors: str | None,
+    receivers: str | None,
+) -> None:
+    """A scheme is measured in one place of the grid; an option that had no effect is refused."""
+    if ways is not None:
+        raise ValueError("--ways goes with --suite; --scheme has its own bound beside it")
+    if model is not None and (quick or sizes or tensors):
+        raise ValueError("--model has its own sizes and tensors: no --sizes, --tensors or --quick")
+    for text, what in (
+        (sizes, "size"),
+        (tensors, "count of tensors"),
+        (receivers, "count of receivers"),
+    ):
+        if text and "," in text:
+            raise ValueError(f"--scheme takes one {what}, not {text}; lists are for --suite")
 
 
 @dataclass(frozen=True)
@@ -210,10 +240,14 @@ def _write(report: Report, to_json: Path | None, plots: Path | None) -> None:
     from weightsync.bench.plots import draw
     from weightsync.bench.table import show
 
+    drawn = draw(report, plots) if plots else []
+    if to_json == _STDOUT:
+        emit(report.to_dict())
+        return
     if to_json is not None:
         to_json.write_text(json.dumps(report.to_dict(), indent=1))
     show(report, console())
-    for path in draw(report, plots) if plots else []:
+    for path in drawn:
         console().print(f"drawn: {path}", markup=False)
     if report.about.get("gpus"):
-        console().print("GPUs: benchmarks/gpu.py and benchmarks/multi_gpu.py measure them")
+        console().print("GPUs: `make bench-gpu` and `make bench-multi-gpu` of the repository")
