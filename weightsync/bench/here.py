@@ -78,13 +78,13 @@ def _url_for_turns(scheme: WeightSyncScheme) -> str:
     placed = [_below(member) for member in members(scheme)]
     whole = replace(scheme, schemes=placed) if isinstance(scheme, ws.FallbackScheme) else placed[0]
     url = whole.to_url().replace("{", "{{").replace("}", "}}")
-    return url.replace("%7Bturn%7D", "{turn}").replace("%7Bdisk%7D", "{disk}")
+    return url.replace("%7Bturn%7D", "{turn}").replace("%2F%7Bdisk%7D", "{disk}")
 
 
 def _below(scheme: WeightSyncScheme) -> WeightSyncScheme:
     if isinstance(scheme, ws.DiskScheme) and scheme.is_remote:
         # Nobody removes a prefix of an object store but the sender that wrote there.
-        cache = f"{scheme.cache or '{disk}'}/cache"
+        cache = f"{scheme.cache or '/{disk}'}/cache"
         return replace(scheme, path=f"{scheme.path}/{{turn}}", cache=cache, keep_files=False)
     named = {name: getattr(scheme, name, None) for name in ("path", "reader_path", "cache")}
     below = {name: f"{path}/run" for name, path in named.items() if isinstance(path, str)}
