@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -53,31 +53,31 @@ class Notices:
     """
 
     pipe: Connection
-    newest: tuple[int, Any] = field(default=(-1, None))
+    newest: int = -1
 
-    def wait(self, version: int, deadline: Deadline) -> Any:
-        """What ``publish`` of a version returned, or of the newest after it.
+    @staticmethod
+    def tell(pipe: Connection, version: int) -> None:
+        """Say to the receiver at the other end that a version is there."""
+        pipe.send_bytes(version.to_bytes(8, "big"))
+
+    def wait(self, version: int, deadline: Deadline) -> None:
+        """Until a version is there, or a newer one.
 
         Raises:
             DeadlineError: there was none in time.
         """
-        while self.newest[0] < version or self.pipe.poll():
+        while self.newest < version or self.pipe.poll():
             if not self.pipe.poll(deadline.remaining):
                 raise DeadlineError(f"no notice of version {version} within {deadline.seconds} s")
-            self.newest = self.pipe.recv()
-        return self.newest[1]
+            self.newest = int.from_bytes(self.pipe.recv_bytes(8), "big")
 
 
 class SendingEnd(ABC):
     """The trainer's end."""
 
     @abstractmethod
-    def publish(self, version: int) -> Any:
-        """Send what the weights hold now; return as soon as the trainer may change them.
-
-        Returns:
-            What the notices to the receivers are to carry; pickled.
-        """
+    def publish(self, version: int) -> None:
+        """Send what the weights hold now; return as soon as the trainer may change them."""
 
     def close(self) -> None:
         """Give back what :meth:`Way.send` took."""

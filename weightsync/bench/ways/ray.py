@@ -19,13 +19,30 @@ _KEPT = 2
 """Versions whose objects stay: the one that is read, and the one that is written."""
 
 
+_BOARD = "board"
+
+
+class _Board:
+    """An actor by which the drivers of a cluster hand references on."""
+
+    def __init__(self) -> None:
+        self._shown: list[Any] = []
+
+    def show(self, references: list[Any]) -> None:
+        self._shown = references
+
+    def shown(self) -> list[Any]:
+        return self._shown
+
+
 @dataclass(frozen=True)
 class RayObjects(Way):
     name: ClassVar[str] = "Ray object store"
     modules: ClassVar[tuple[str, ...]] = ("ray",)
     about: ClassVar[str] = (
         "one put of all tensors as numpy arrays, which Ray neither pickles nor copies again when "
-        "they are read; receivers are drivers of one cluster and copy them into their weights"
+        "they are read; receivers are drivers of one cluster, which an actor gives the reference, "
+        "and copy them into their weights"
     )
 
     def needs(self, nbytes: int, receivers: int) -> Needs:
@@ -40,10 +57,12 @@ class RayObjects(Way):
             object_store_memory=int((_KEPT + 1.5) * nbytes) + (200 << 20),
             num_cpus=1,
         )
+        board = ray.remote(num_cpus=0)(_Board).options(name=_BOARD).remote()
+        ray.get(board.shown.remote())
         where = Path(setting.shared, "ray")
         where.with_suffix(".new").write_text(context.address_info["address"])
         where.with_suffix(".new").rename(where)
-        return _Puts(weights)
+        return _Puts(weights, board)
 
     def receive(
         self, target: Tensors, setting: Setting, index: int, notices: Notices
@@ -70,15 +89,16 @@ def _quiet() -> dict[str, Any]:
 @dataclass
 class _Puts(SendingEnd):
     weights: Tensors
+    board: Any
     kept: list[Any] = field(default_factory=list)
 
-    def publish(self, version: int) -> bytes:
+    def publish(self, version: int) -> None:
         import ray
 
         arrays = [bytes_of(tensor).numpy() for tensor in self.weights.values()]
         self.kept = [*self.kept, ray.put(arrays)][-_KEPT:]
-        notice: bytes = ray.cloudpickle.dumps(self.kept[-1])
-        return notice
+        # In a list it stays a reference: its content does not go to the actor.
+        ray.get(self.board.show.remote(self.kept[-1:]))
 
     def close(self) -> None:
         import ray
@@ -94,7 +114,9 @@ class _Gets(ReceivingEnd):
     def receive(self, version: int, deadline: Deadline) -> float:
         import ray
 
-        reference = ray.cloudpickle.loads(self.notices.wait(version, deadline))
+        self.notices.wait(version, deadline)
+        board = ray.get_actor(_BOARD)
+        [reference] = ray.get(board.shown.remote(), timeout=deadline.remaining)
         return timed(lambda: self._copy(ray.get(reference, timeout=deadline.remaining)))
 
     def _copy(self, arrays: list[Any]) -> None:
