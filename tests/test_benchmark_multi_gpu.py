@@ -47,7 +47,7 @@ def scripts(multi, monkeypatch, tmp_path):
 ROW = {"shape": "tiny", "path": "one GPU alone", "nbytes": 10**9, "publish": [20.0]}
 
 FILLS = """
-import pathlib, sys, time
+import pathlib, sys, threading
 folder = pathlib.Path(sys.argv[sys.argv.index("--folder") + 1])
 (folder / "slot").write_bytes(b"x")
 print('{"shape": "tiny", "path": "folder", "error": "%s"}' % folder, flush=True)
@@ -57,7 +57,7 @@ print('{"shape": "tiny", "path": "folder", "error": "%s"}' % folder, flush=True)
 def test_a_part_that_hangs_is_a_row_and_the_next_one_is_measured(
     multi, options, scripts, monkeypatch
 ):
-    scripts("engine", FILLS + "time.sleep(600)")
+    scripts("engine", FILLS + "threading.Event().wait()")
     scripts("fsdp", f"print({json.dumps(ROW)!r})")
     monkeypatch.setattr(multi, "LEAST", 1.0)
     options.limit, began = 3.0, time.monotonic()

@@ -58,7 +58,9 @@ def test_figures_and_tables_are_kept_and_failures_named(reproduce, command, tmp_
 
 def test_one_that_hangs_is_ended(reproduce, command, monkeypatch):
     monkeypatch.setattr(reproduce, "PATIENCE", 0.5)
-    hangs = reproduce.Benchmark("hangs", "Hangs", ("-c", "import time; time.sleep(600)"))
+    hangs = reproduce.Benchmark(
+        "hangs", "Hangs", ("-c", "import threading; threading.Event().wait()")
+    )
     code, said = command(hangs)
     assert code == 1
     assert "hangs: no end within 0.5 s" in said

@@ -256,10 +256,10 @@ def test_killed_in_the_middle_there_is_no_checkpoint_and_clean_removes_the_rest(
     weightsync, disk, tmp_path
 ):
     code = (
-        "import sys, time\n"
+        "import threading\n"
         "from weightsync import checkpoint\n"
         "from weightsync.cli import main\n"
-        "checkpoint._put = lambda *given: time.sleep(60)\n"
+        "checkpoint._put = lambda *given: threading.Event().wait()\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "export", str(disk), str(tmp_path / "out")]

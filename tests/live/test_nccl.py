@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -111,7 +112,7 @@ def stop():
 
 
 def hang():
-    time.sleep(3600)
+    threading.Event().wait()
 
 
 def die_at_bucket(state, number):
@@ -251,7 +252,7 @@ class NeverDone(ModuleEngine):
     def apply(self, update, deadline):
         super().apply(update, deadline)
         if update.version.number == 2:
-            time.sleep(3600)
+            threading.Event().wait()
 
 
 def test_an_engine_that_never_comes_back_costs_the_others_nothing(peer, scheme, sender):

@@ -5,26 +5,11 @@ import torch
 
 import weightsync as ws
 from tests.conftest import as_bytes
+from tests.schemes.nccl.some_weights import MIB, mixed
 from weightsync.chunks import CHUNK, Copier
 from weightsync.deadline import Deadline
 from weightsync.schemes.nccl.buckets import Packer, check, unpack, verify
 from weightsync.source import SourceOptions, as_source
-
-MIB = 1 << 20
-
-
-def mixed():
-    torch.manual_seed(0)
-    return {
-        "tiny": torch.randn(3),
-        "large": torch.randn(5 * MIB // 4 + 3),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(7, dtype=torch.int64),
-        "strided": torch.randn(600, 700).t(),
-        "odd": torch.ones(5, dtype=torch.bool),
-        "exact": torch.randn(MIB // 2),
-        "last": torch.randn(11).bfloat16(),
-    }
 
 
 def send(weights, size=MIB, digest=True, options=None):

@@ -10,6 +10,7 @@ import torch
 import weightsync as ws
 from tests.conftest import as_bytes
 from tests.schemes.nccl.on_gpus import pretend
+from tests.schemes.nccl.some_weights import MIB, mixed
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
 from weightsync.device.host import HostDevice
@@ -20,22 +21,7 @@ from weightsync.schemes.nccl.digests import Digester, from_text, to_text
 from weightsync.schemes.nccl.windows import IN_FLIGHT, Windows
 from weightsync.source import SourceOptions, as_source
 
-MIB = 1 << 20
 HOST = device_of(torch.device("cpu"))
-
-
-def mixed(seed=0):
-    torch.manual_seed(seed)
-    return {
-        "tiny": torch.randn(3),
-        "large": torch.randn(5 * MIB // 4 + 3),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(7, dtype=torch.int64),
-        "strided": torch.randn(600, 700).t(),
-        "odd": torch.ones(5, dtype=torch.bool),
-        "exact": torch.randn(MIB // 2),
-        "last": torch.randn(11).bfloat16(),
-    }
 
 
 def assemble(weights, size=MIB, options=None, digest=True, windows=None):
