@@ -137,10 +137,11 @@ def test_a_later_stream_ends_one_that_still_waits(sender, receiver):
     """One left over from an update that failed must not load the next update's weights too."""
 
     async def both():
+        begun = looking(receiver)
         late = asyncio.create_task(taken(receiver.stream(WAIT, sender.next_version)))
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(begun.wait, WAIT)
         now = asyncio.create_task(taken(receiver.stream(WAIT, sender.next_version)))
-        await asyncio.sleep(0.1)
+        assert (await asyncio.wait({late}, timeout=WAIT))[0]
         sender.update_weights(version=1)
         return await asyncio.gather(late, now, return_exceptions=True)
 

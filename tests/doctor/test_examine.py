@@ -1,6 +1,6 @@
 """How checks are run: all of them, each with a deadline, and none that can spoil the others."""
 
-import time
+import threading
 
 import weightsync as ws
 from weightsync.doctor import Finding, Subject, examine
@@ -21,7 +21,9 @@ def test_a_check_that_crashes_is_a_finding_and_the_others_stand():
 
 
 def test_a_check_that_hangs_is_given_up():
-    found = examine(Subject(), [Check("slow", lambda s: time.sleep(5), seconds=0.1), FINE])
+    over = threading.Event()
+    found = examine(Subject(), [Check("slow", lambda s: over.wait(30), seconds=0.1), FINE])
+    over.set()
     assert [finding.state for finding in found] == ["problem", "ok"]
     assert "did not return within 0.1 s" in found[0].words
 
