@@ -83,31 +83,22 @@ def _dumbbell(axes: Any, cell: Cell, row: int, result: Result) -> None:
     axes.plot([blocked], [row], "|", color=colour, markersize=10, markeredgewidth=2)
     axes.plot([total], [row], "o", color=colour, markerfacecolor=fill, markersize=7)
     torn = f", torn {result.torn} of {result.reads}" if result.torn else ""
-    axes.annotate(
-        f"{milliseconds_text(result.median('total'))} ms, "
-        f"{cell.speed(result) / 1e9:.2g} GB/s{torn}",
-        (total, row),
-        xytext=(8, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8.5,
-        color=INK,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2},
-    )
+    took = milliseconds_text(result.median("total"))
+    words = f"{took} ms, {cell.speed(result) / 1e9:.2g} GB/s{torn}"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
+    _label(axes, words, (total, row), 8, fontsize=8.5, color=INK, bbox=box)
 
 
 def _bound(axes: Any, height: float, result: Result) -> None:
     total = result.median("total") * 1e3
     axes.plot([total, total], [-0.7, height], color=FAINT, linewidth=1, dashes=(4, 3), zorder=0)
-    axes.annotate(
-        f"{result.way}, {milliseconds_text(result.median('total'))} ms",
-        (total, height),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=7.5,
-        color=FAINT,
-    )
+    words = f"{result.way}, {milliseconds_text(result.median('total'))} ms"
+    _label(axes, words, (total, height), 3, fontsize=7.5, color=FAINT)
+
+
+def _label(axes: Any, words: str, at: tuple[float, float], right: float, **look: Any) -> None:
+    """Words so many points to the right of a place, in the middle of its height."""
+    axes.annotate(words, at, (right, 0), textcoords="offset points", va="center", **look)
 
 
 def _limits(axes: Any, results: Sequence[Result]) -> None:
