@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from weightsync.bench.memory import held, peak
 from weightsync.bench.roles import BEGUN, serve
 from weightsync.bench.way import Setting, Way
 from weightsync.bench.weights import WeightSet
+from weightsync.fork_server import CONTEXT, preload
 
 _GRACE = 5.0
 """Seconds more than a step may take, after which a process is held for hanging: before that it is
@@ -202,16 +202,10 @@ class _Crew:
         return [peer.result() for peer in peers]
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-"""Where processes come from: a server that has imported what they need, and nothing else."""
-
-
 def prepare(ways: Sequence[Way]) -> None:
     """Have what the ways need imported once, not in each turn. Before the first turn."""
     modules = [module for way in ways if way.missing() is None for module in way.modules]
-    _CONTEXT.set_forkserver_preload(
-        ["torch", "weightsync.bench.roles", "weightsync.bench.ways", *modules]
-    )
+    preload(["torch", "weightsync.bench.roles", "weightsync.bench.ways", *modules])
 
 
 @contextmanager
@@ -224,9 +218,9 @@ def _processes(
             disk=os.path.abspath(disk),
             receivers=receivers,
             timeout=length.timeout,
-            channels=way.channels(_CONTEXT, receivers),
+            channels=way.channels(CONTEXT, receivers),
         )
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(receivers)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(receivers)]
         peers = []
         for index in (None, *range(receivers)):
             notices = [into for _, into in pipes] if index is None else [pipes[index][0]]
@@ -242,8 +236,8 @@ def _start(
     index: int | None,
     notices: Sequence[Connection],
 ) -> Peer:
-    mine, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(
+    mine, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(
         target=serve, args=(theirs, way, weights, setting, index, notices), daemon=False
     )
     process.start()

@@ -1,12 +1,10 @@
 """Other processes for a test: they hold nothing of the test's own, and never outlive it.
 
-They come from a fork server, a fresh process that has imported torch and nothing of the test's, so
-that starting one costs milliseconds.
+They come from a fork server, a fresh process that has imported torch and nothing of the test's.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from weightsync.deadline import Deadline
+from weightsync.fork_server import CONTEXT, preload
 from weightsync.testing import faults
 
 T = TypeVar("T")
@@ -23,8 +22,7 @@ T = TypeVar("T")
 WAIT = float(os.environ.get("WEIGHTSYNC_TESTING_WAIT", "30"))
 """Seconds for whatever should take none: only a broken test waits that long."""
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
+preload(
     [
         "torch",
         "pytest",

@@ -82,6 +82,7 @@ class Hostile(Conformance):
         """Said, and nothing else is broken by it."""
         largest = max(self.files(run), key=lambda file: file.stat().st_size)
         curious = run.peer()
+        assert outcome(curious, run, WAIT) == 1  # what it imports may lie where only root may read
         curious.call(roles.suffer, faults.unprivileged)
         with faults.refused(largest.parent):
             assert outcome(curious, run) == "refused"
