@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from weightsync.errors import ProtocolError, WeightSyncError
-from weightsync.files import Directory, Lock, is_locked, lock_kinds
+from weightsync.files import Directory, Lock, exchange, is_locked, lock_kinds
 
 
 @pytest.fixture
@@ -280,3 +280,13 @@ def test_lock_kinds(directory):
 
 def test_free_bytes(directory):
     assert directory.free_bytes() > 0
+
+
+def test_two_files_change_places(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").mkdir()
+    exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "1"
+    assert (tmp_path / "a").is_dir()
+    with pytest.raises(FileNotFoundError):
+        exchange(str(tmp_path / "a"), str(tmp_path / "c"))

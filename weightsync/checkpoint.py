@@ -19,7 +19,7 @@ import torch
 
 from weightsync.deadline import Deadline
 from weightsync.errors import NoRoomError, SourceError, WeightSyncError
-from weightsync.files import Directory, Lock
+from weightsync.files import Directory, Lock, exchange
 from weightsync.manifest import Manifest
 from weightsync.schemes.disk import names
 from weightsync.schemes.disk.layout import Checkpoint, is_portable
@@ -235,7 +235,7 @@ def _unfinished(path: Path) -> Iterator[Directory]:
     try:
         yield folder
     finally:
-        shutil.rmtree(name, ignore_errors=True)  # not there any more if all is well
+        shutil.rmtree(name, ignore_errors=True)  # if all is well it is gone, or the former one's
         lock.release()
         folder.close()
 
@@ -247,15 +247,30 @@ def _put(folder: Directory, path: Path, overwrite: bool) -> None:
     for name in folder.names():
         os.chmod(f"{folder.path}/{name}", 0o666 & ~mask)
     os.chmod(folder.path, 0o777 & ~mask)
-    aside = f"{folder.path}.former"
     _require_free(path, overwrite)  # once more: writing takes a while
-    if overwrite and os.path.lexists(path):
-        os.rename(path, aside)
     try:
-        os.rename(folder.path, path)
+        if os.path.lexists(path):
+            _replace(str(path), folder.path)
+        else:
+            os.rename(folder.path, path)
     except OSError as error:
-        if os.path.lexists(aside):
-            os.rename(aside, path)
         raise WeightSyncError(f"{path}: {error.strerror}") from None
     folder.sync_name()
-    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace(former: str, new: str) -> None:
+    """Have a folder take another one's place, which then has its name, or is gone."""
+    lock = Path(former, LOCK)
+    lock.touch()  # by which it is known, if this process is killed now, for what nobody uses
+    try:
+        exchange(former, new)
+    except OSError:  # not on this file system: for a moment there is nothing at the place
+        lock.unlink()
+        aside = f"{new}.former"
+        os.rename(former, aside)
+        try:
+            os.rename(new, former)
+        except OSError:
+            os.rename(aside, former)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)

@@ -7,6 +7,7 @@ all, and a lock dies with the process that holds it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -21,6 +22,8 @@ from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 _FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _FILE_FLAGS
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE."""
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -401,6 +404,21 @@ os.register_at_fork(
     after_in_parent=Lock._opening.release,
     after_in_child=_after_fork_in_child,
 )
+
+
+def exchange(path: str, other: str) -> None:
+    """Give two files or directories each other's name, in one step (Linux, renameat2(2)).
+
+    Raises:
+        OSError: one is not there, or the file system cannot do that.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+    names = os.fsencode(path), os.fsencode(other)
+    if libc.renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
 
 
 def is_locked(directory: Directory, name: str) -> bool:

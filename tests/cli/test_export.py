@@ -1,11 +1,13 @@
 """``weightsync export``: whole checkpoints that others load, or nothing."""
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -252,30 +254,64 @@ def test_dtypes_that_safetensors_does_not_have(weightsync, run_dir, tmp_path):
         assert only(tmp_path)
 
 
+@contextmanager
+def standing_still_at(function, *arguments):
+    """A process that exports and never comes further than the first call of that function."""
+    code = (
+        "import shutil, sys, threading\n"
+        "from weightsync import checkpoint\n"
+        "from weightsync.cli import main\n"
+        f"{function} = lambda *given, **options: threading.Event().wait()\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "export", *map(str, arguments)]
+    process = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_killed_in_the_middle_there_is_no_checkpoint_and_clean_removes_the_rest(
     weightsync, disk, tmp_path
 ):
-    code = (
-        "import threading\n"
-        "from weightsync import checkpoint\n"
-        "from weightsync.cli import main\n"
-        "checkpoint._put = lambda *given: threading.Event().wait()\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", code, "export", str(disk), str(tmp_path / "out")]
-    process = subprocess.Popen(command)
-    try:
+    with standing_still_at("checkpoint._put", disk, tmp_path / "out"):
         [half] = eventually(lambda: list(tmp_path.glob(f"{checkpoint.UNFINISHED}*/model*")))
         time.sleep(0.1)
         listed = weightsync("clean", tmp_path, "--json").json["leftovers"]
         assert not [entry for entry in listed if entry["kept"] is None]
-    finally:
-        process.kill()
-        process.wait()
     assert not (tmp_path / "out").exists()
     assert half.parent.exists()
     weightsync("clean", tmp_path, "--yes")
     assert only(tmp_path, "run")
+
+
+def test_killed_once_a_checkpoint_has_taken_another_s_place(weightsync, disk, tmp_path):
+    """It is there, and clean removes what it has replaced."""
+    out = tmp_path / "out"
+    weightsync("export", disk, out, "--version", 1)
+    with standing_still_at("shutil.rmtree", disk, out, "--force"):
+        eventually(lambda: tensors_in(out)["model.a"][0] == 2)
+    assert not only(tmp_path, "run", "out")
+    weightsync("clean", tmp_path, "--yes")
+    assert only(tmp_path, "run", "out")
+    assert tensors_in(out)["model.a"][0] == 2
+
+
+def test_a_file_system_where_two_folders_cannot_change_places(
+    weightsync, disk, tmp_path, monkeypatch
+):
+    def refused(path, other):
+        raise OSError(errno.EINVAL, "Invalid argument", path)
+
+    out = tmp_path / "out"
+    weightsync("export", disk, out, "--version", 1)
+    monkeypatch.setattr(checkpoint, "exchange", refused)
+    assert weightsync("export", disk, out, "--force").code == 0
+    assert tensors_in(out)["model.a"][0] == 2
+    assert only(out, "model.safetensors")
+    assert only(tmp_path, "run", "out")
 
 
 @pytest.mark.vllm
