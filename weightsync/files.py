@@ -362,9 +362,12 @@ class Lock:
         return os.path.samestat(found, os.fstat(self._fd))
 
     def write(self, data: bytes) -> None:
-        """Say who holds the lock, for whoever cannot have it."""
-        os.ftruncate(self._fd, 0)
+        """Say who holds the lock, for whoever cannot have it.
+
+        Not in one step: what was said before may be read until then, or some of both.
+        """
         os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
 
     @property
     def is_empty(self) -> bool:

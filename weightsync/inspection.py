@@ -59,6 +59,7 @@ class RunStatus:
         version: the newest whole version; None if there is none yet.
         sender_alive: whether a live process owns the run; None: that cannot be seen.
         sender: which process owns it, or did last, in its own words; empty: not known.
+        sender_ended: the last sender has ended by itself, and left the run: it was not killed.
         time: when the newest version was committed, in seconds since 1970.
         tensors, nbytes: of the newest version, padding not counted; 0 where that is not known.
         problems: what could not be read, and why.
@@ -79,6 +80,7 @@ class RunStatus:
     problems: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     members: tuple[RunStatus, ...] = ()
+    sender_ended: bool = False
 
     def lag(self, receiver: ReceiverReport, now: float) -> Lag | None:
         """How far behind a receiver is at a time; None: it holds the newest, or there is none."""

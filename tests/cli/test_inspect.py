@@ -66,35 +66,45 @@ def test_the_dead_are_shown_and_are_an_exit_code(weightsync, peers, run_dir):
     sender.kill()
     answer = weightsync("inspect", run_dir)
     assert answer.code == 1
-    assert f"none is alive (the last: pid {sender.pid}" in answer.words
+    assert f"dead, and has not ended by itself: pid {sender.pid}" in answer.words
     assert "engine: its process is gone" in answer.words
 
 
 @pytest.mark.parametrize("kind", ["shm", "disk"])
 def test_a_killed_sender_is_an_exit_code(weightsync, peers, run_dir, kind):
-    """Of a run on disk, if it was killed in the middle of a version: whole ones may stay."""
     scheme = ws.DoubleBufferScheme(run_dir) if kind == "shm" else ws.DiskScheme(run_dir)
     (sender,) = peers(1)
     sender.call(roles.send_from, scheme)
     sender.call(roles.publish, 1)
     assert weightsync("inspect", run_dir).code == 0
     sender.kill()
-    if kind == "disk":
-        assert weightsync("inspect", run_dir).code == 0
-        (whole,) = pathlib.Path(run_dir).glob("step-*")
-        (whole / "weightsync.json").unlink()
     answer = weightsync("inspect", run_dir)
     assert answer.code == 1
-    assert "none is alive" in answer.words
+    assert "dead, and has not ended by itself: pid" in answer.words
     fallback = f"fallback://nccl://127.0.0.1:29598?backend=gloo,{kind}://{run_dir}"
     assert weightsync("inspect", fallback).code == 1
 
 
-def test_a_run_whose_sender_has_left_its_versions_is_well(weightsync, disk):
-    answer = weightsync("inspect", disk)
-    assert (answer.code, "none is alive" in answer.words) == (0, True)
-    fallback = f"fallback://nccl://127.0.0.1:29598?backend=gloo,disk://{disk}"
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_a_run_that_its_sender_has_left_is_well(weightsync, weights, run_dir, kind):
+    left = f"{kind}://{run_dir}?keep_files=true"
+    with ws.scheme_from_url(left).create_sender(weights, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        sender.update_weights(version=1)
+        assert not weightsync("inspect", run_dir, "--json").json["sender_ended"]
+    answer = weightsync("inspect", run_dir)
+    assert (answer.code, "has ended: pid" in answer.words) == (0, True)
+    assert weightsync("inspect", run_dir, "--json").json["sender_ended"]
+    fallback = f"fallback://nccl://127.0.0.1:29598?backend=gloo,{kind}://{run_dir}"
     assert weightsync("inspect", fallback).code == 0
+
+
+def test_a_sender_that_comes_after_one_that_ended_and_is_killed(weightsync, peers, disk):
+    (sender,) = peers(1)
+    sender.call(roles.send_from, ws.DiskScheme(str(disk)))
+    assert weightsync("inspect", disk).code == 0
+    sender.kill()
+    assert weightsync("inspect", disk).code == 1
 
 
 def test_nobody_who_answers_is_an_exit_code(weightsync):
@@ -315,8 +325,8 @@ def test_watching_in_a_terminal(shm, run_dir):
         eventually(lambda: shows(b"2 of epoch"))
         shutil.rmtree(run_dir)
         eventually(lambda: shows(b"the run is gone"))
-        assert b"none is alive" in bytes(seen).rpartition(b"the run is gone")[2] or eventually(
-            lambda: shows(b"none is alive")
+        assert b"has ended: pid" in bytes(seen).rpartition(b"the run is gone")[2] or eventually(
+            lambda: shows(b"has ended: pid")
         )
         os.write(terminal, b"\x03")
         ended = eventually(lambda: os.waitpid(pid, os.WNOHANG)[0] and (0,))

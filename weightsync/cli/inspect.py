@@ -50,30 +50,13 @@ def inspect(
 
 
 def _is_wrong(status: RunStatus) -> bool:
-    return _has_trouble(status) or (status.sender_alive is False and not _is_left(status))
+    killed = status.sender_alive is False and not status.sender_ended
+    return killed or _has_trouble(status)
 
 
 def _has_trouble(status: RunStatus) -> bool:
     members = any(map(_has_trouble, status.members))
     return bool(status.problems) or members or any(r.state in _WRONG for r in status.receivers)
-
-
-def _is_left(status: RunStatus) -> bool:
-    """Whether a run without a sender is there on purpose: for its versions, which are whole.
-
-    A sender that ends removes every other run.
-    """
-    if status.members:
-        return any(map(_is_left, status.members))
-    whole = all(slot.version is not None for slot in status.slots)
-    return status.version is not None and whole and _keeps(status.scheme)
-
-
-def _keeps(scheme: str) -> bool:
-    from weightsync.scheme import known_schemes
-
-    kinds = [cls.run_kind for cls in known_schemes() if cls.url_scheme == scheme]
-    return any(kind is not None and kind.keeps for kind in kinds)
 
 
 def _show(status: RunStatus, as_json: bool) -> None:
@@ -145,5 +128,5 @@ def _show_changes(target: str, first: RunStatus) -> None:
 def _last_seen(seen: RunStatus | str, last: RunStatus) -> RunStatus:
     """What is shown of a run that may not be seen any more."""
     if seen == _GONE:
-        return dataclasses.replace(last, sender_alive=False)
+        return dataclasses.replace(last, sender_alive=False, sender_ended=True)
     return last if isinstance(seen, str) else seen

@@ -90,7 +90,9 @@ def _sender(status: RunStatus) -> Text:
         return Text(f"not known whether it is alive{who}", style="yellow")
     if status.sender_alive:
         return Text(f"alive{who}", style="green")
-    return Text(f"none is alive (the last: {said})" if who else "none", style="yellow")
+    if status.sender_ended:
+        return Text(f"has ended{who}")
+    return Text(f"dead, and has not ended by itself{who}" if who else "none", style="yellow")
 
 
 def _table(*columns: str, folded: tuple[str, ...]) -> Table:

@@ -9,7 +9,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, is_locked, lock_kinds
 from weightsync.inspection import RunStatus, SlotStatus
 from weightsync.report import ReceiverReport
-from weightsync.run.ownership import owner_of
+from weightsync.run.ownership import has_ended, owner_of
 from weightsync.run.receivers import read_receivers
 from weightsync.run.records import MAX_RECORD, SENDER_LOCK
 from weightsync.version import Version
@@ -65,18 +65,20 @@ class Look:
     ) -> RunStatus:
         alive = self.attempt(lambda: is_locked(self.run, SENDER_LOCK))
         receivers: list[ReceiverReport] = self.attempt(lambda: read_receivers(self.run)) or []
+        owner = owner_of(self.run)
         return RunStatus(
             scheme,
             self.run.path,
             head.version if head else None,
             alive,
-            sender_words(owner_of(self.run)),
+            sender_words(owner),
             head.time if head else None,
             tensors,
             nbytes,
             tuple(slots),
             tuple(receivers),
             tuple(self.problems),
+            sender_ended=has_ended(owner),
         )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -188,5 +188,18 @@ def _end(run: Directory, lock: Lock, at_end: Callable[[Directory], None] | None,
     try:
         if lock.exists and at_end is not None:
             at_end(run)
+        if lock.exists:
+            _say_ended(run, lock)
     finally:
         lock.release()
+
+
+def _say_ended(run: Directory, lock: Lock) -> None:
+    """For who looks at what stays: a killed sender does not come to this."""
+    with suppress(OSError):
+        lock.write(json.dumps({**owner_of(run), "ended": time.time()}).encode())
+
+
+def has_ended(owner: Mapping[str, Any]) -> bool:
+    """Whether a sender, by its own words, has ended by itself."""
+    return isinstance(owner.get("ended"), (int, float))

@@ -28,7 +28,7 @@ def test_a_run(tmp_path):
         third = sender.update_weights(version=3).version
         status = scheme.inspect()
         assert (status.scheme, status.version, status.tensors) == ("disk", third, 2)
-        assert status.sender_alive
+        assert (status.sender_alive, status.sender_ended) == (True, False)
         assert str(os.getpid()) in status.sender
         held = {slot.version: slot.state for slot in status.slots}
         assert first not in held
@@ -40,7 +40,7 @@ def test_a_run(tmp_path):
         subscriber.close()
         assert states[third] == "leased"
     status = scheme.inspect()
-    assert not status.sender_alive
+    assert (status.sender_alive, status.sender_ended) == (False, True)
     assert status.version == third
 
 
@@ -75,10 +75,10 @@ def test_a_store(tmp_path):
         sender.connect(WAIT)
         version = sender.update_weights(version=4).version
         status = scheme.inspect()
-        assert status.sender_alive
+        assert (status.sender_alive, status.sender_ended) == (True, False)
         assert (status.version, status.tensors, status.problems) == (version, 2, ())
         assert [slot.version for slot in status.slots] == [version]
         assert status.unseen
     status = scheme.inspect()
-    assert not status.sender_alive
+    assert (status.sender_alive, status.sender_ended) == (False, True)
     assert status.version == version

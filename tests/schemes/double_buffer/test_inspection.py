@@ -58,7 +58,7 @@ def test_without_a_sender(run_dir):
         sender.connect()
         version = sender.update_weights(version=1).version
     status = scheme.inspect()
-    assert not status.sender_alive
+    assert (status.sender_alive, status.sender_ended) == (False, True)
     assert status.version == version
 
 

@@ -74,6 +74,7 @@ class _Looker:
             tuple(r.report for r in self._records.read() if not r.signed_off),
             tuple(problems),
             ("who reads a version: an object store has no locks",),
+            sender_ended=sign is not None and sign.ended,
         )
 
     def _sign(self, problems: list[str], deadline: Deadline) -> Sign | None:

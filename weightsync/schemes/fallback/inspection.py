@@ -25,6 +25,7 @@ def as_one(members: Sequence[RunStatus]) -> RunStatus:
         used.nbytes,
         receivers=_receivers(members),
         members=tuple(members),
+        sender_ended=not alive and any(member.sender_ended for member in members),
     )
 
 
