@@ -47,7 +47,22 @@ def test_a_token_is_no_part_of_what_is_said_of_a_run():
         assert "token=***" in said
         assert f":{one.master_port}" in said
     assert "keep=7" in said
-    assert without_secrets("shm:///dev/shm/run42?slots=3") == "shm:///dev/shm/run42?slots=3"
+    for url in (
+        "shm:///dev/shm/run42?slots=3",
+        "disk:///mnt/a@b?cache=/mnt/c@d",
+        "nccl://h:1?x=a@b",
+    ):
+        assert without_secrets(url) == url
+
+
+def test_urls_of_stores_without_user_and_password():
+    store = ws.DiskScheme("s3://user:hidden@host:9000/bucket/run")
+    for scheme in (store, ws.FallbackScheme([ws.DoubleBufferScheme("/dev/shm/run42"), store])):
+        said = without_secrets(scheme.to_url())
+        assert "user" not in said
+        assert "hidden" not in said
+        assert "//***@host" in said
+    assert without_secrets("s3://user:hidden@host/bucket") == "s3://***@host/bucket"
 
 
 def test_errors_that_name_a_run_do_not_tell_its_token(ends):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 _SECRET = re.compile(r"(?<=[?&;]token=)[^&;,#'\"\s]+")
-_USER = re.compile(r"//[^/]*(?:@|%40)")
+_USER = re.compile(r"//[^/?#,]*(?:@|%40)")
 _UNITS = ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
 
 
@@ -25,8 +25,11 @@ def a_kind(value: object) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A scheme's URL as messages and logs have it: ``nccl://10.0.0.5:29500?token=***``."""
-    return _SECRET.sub("***", url)
+    """A scheme's URL as messages and logs have it: ``nccl://10.0.0.5:29500?token=***``.
+
+    Nor with the user and password of an object store: ``disk://s3%3A//***@host/bucket``.
+    """
+    return _USER.sub("//***@", _SECRET.sub("***", url))
 
 
 def by_reason(reasons: Mapping[str, str], most: int = 3, named: int = 4) -> str:
