@@ -7,6 +7,9 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= ERROR
 export HF_HUB_OFFLINE ?= 1
+# Packages are installed uncompiled: where Python may not keep what it compiles, each process of an
+# engine compiles torch and vLLM anew, which takes it half a minute.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-slow bench bench-suite bench-all bench-sources bench-broadcast bench-disk bench-engines bench-gpu bench-multi-gpu compat example-collector test-verl example-verl example-ray example-trl example-torchrl dist bench-imports docs docs-serve lint types format clean
 
@@ -38,7 +41,7 @@ help:
 setup: $(READY)
 
 # --no-deps: a lock is complete, and leaves out packages that do not import beside a CPU build of torch.
-# --no-compile: most of it is never imported, and what is, Python compiles then.
+# --no-compile: most of it is never imported, and what is, Python compiles then, and once.
 # Where only a CUDA build of torch is to be had, it wants libraries that the lock leaves out.
 define environment
 	@echo "== setting up $(1) (about two minutes the first time)"
