@@ -12,6 +12,7 @@ from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.control import Server
 from weightsync.schemes.nccl.endpoint import Endpoint
 from weightsync.schemes.nccl.reader import Reader
+from weightsync.testing.processes import eventually
 
 MANIFEST = Manifest.build([("w", torch.float32, (10,))], {})
 
@@ -21,8 +22,12 @@ def scheme():
     return ws.NCCLScheme(backend="gloo", buffers=1)
 
 
-def answers(scheme, *orders):
-    """What a reader says to a sender of some orders."""
+def answers(scheme, *orders, then=lambda reader: None):
+    """What a reader says to a sender of some orders.
+
+    Args:
+        then: called with the reader when it has said it.
+    """
     heard = []
 
     def serve(hello, connection):
@@ -33,8 +38,9 @@ def answers(scheme, *orders):
         connection.receive()  # or the reader would come back, and be told the same again
 
     where = Endpoint(scheme.master_address, scheme.port)
-    with closing(Server(where, None, serve)), closing(Reader(scheme, "r", 0, 1)):
+    with closing(Server(where, None, serve)), closing(Reader(scheme, "r", 0, 1)) as reader:
         Deadline(WAIT).wait(lambda: len(heard) == len(orders) or None)
+        then(reader)
     return heard
 
 
@@ -55,3 +61,13 @@ def test_a_version_that_is_none_takes_no_buffer_for_ever(scheme, version):
     failed, ready = answers(scheme, begin(1, version), begin(2, [1, 1]))
     assert (failed["op"], failed["update"]) == ("failed", 1)
     assert (ready["op"], ready["update"]) == ("ready", 2)
+
+
+def test_one_that_has_nothing_to_do_has_memory_ready_for_the_next_version():
+    def see(reader):
+        eventually(lambda: all(len(slot.bytes) for slot in reader.staging._slots))
+
+    end = {"op": "end", "update": 1, "digests": None}
+    scheme = ws.NCCLScheme(backend="gloo", buffers=3)
+    _, whole = answers(scheme, begin(1, [1, 1]), end, then=see)
+    assert whole == {"op": "whole", "update": 1}

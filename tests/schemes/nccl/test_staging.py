@@ -9,7 +9,7 @@ import weightsync as ws
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
-from weightsync.schemes.nccl.staging import Staging
+from weightsync.schemes.nccl.staging import Slot, Staging
 
 MANIFEST = ws.Manifest.build([("w", torch.int64, (4,))])
 NOW = Deadline(0)
@@ -146,3 +146,44 @@ def test_all_bytes_of_a_version_are_shown_at_once():
         assert ctypes.string_at(memory.address, 32) == (7).to_bytes(8, "little") * 4
     with pytest.raises(ws.WeightSyncError, match="closed"):
         snapshot.memory()
+
+
+def test_memory_for_the_next_version_is_there_before_it_comes():
+    staging = Staging(2, Copier(1))
+    staging.make_room(lambda: False)  # of what size is not known yet
+    assert not staging.lacks_room
+    fill(staging, 1)
+    assert staging.lacks_room
+    staging.make_room(lambda: False)
+    assert not staging.lacks_room
+    addresses = {slot.bytes.data_ptr() for slot in staging._slots}
+    assert len(addresses) == 2
+    for number in range(2, 5):
+        slot, _ = fill(staging, number)
+        assert slot.bytes.data_ptr() in addresses
+    assert value(staging, 4) == 4
+
+
+def test_no_memory_is_asked_for_again_before_another_version_came(monkeypatch):
+    staging = Staging(2, Copier(1))
+    fill(staging, 1)
+    asked = []
+
+    def refused(slot, nbytes, place):
+        asked.append(nbytes)
+        raise ws.NoRoomError("too little")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "fit", refused)
+        staging.make_room(lambda: False)
+        assert not staging.lacks_room
+        assert len(asked) == 1
+    fill(staging, 2)  # there is some by now
+    assert value(staging, 2) == 2
+
+
+def test_what_was_given_back_is_not_taken_again():
+    staging = Staging(2, Copier(1))
+    fill(staging, 1)
+    staging.clear()
+    assert not staging.lacks_room

@@ -53,6 +53,10 @@ _POLL = {"cuda": 0.0003, "cpu": 0.002}
 and looking costs of the cores that it needs."""
 
 
+_IDLE = 0.02
+"""Seconds without orders after which there is time for what is not urgent."""
+
+
 class _Abandoned(Exception):
     """The group that a collective belongs to was left, or the connection is over."""
 
@@ -184,11 +188,13 @@ class Reader:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while True:
-            # Looked at often while buckets are under way: the next one is to be posted at once.
             try:
-                order = self._orders.get(timeout=self._poll if self._under_way else None)
+                order = self._orders.get(timeout=self._until_next_look())
             except queue.Empty:
-                self._take_what_is_there()
+                if self._under_way:
+                    self._take_what_is_there()
+                else:
+                    self.staging.make_room(lambda: self._closed or not self._orders.empty())
                 continue
             if order is None:
                 break
@@ -203,6 +209,11 @@ class Reader:
                 self._fail()
                 self._say_failed(connection, message, error)
         self._abandon()
+
+    def _until_next_look(self) -> float | None:
+        if self._under_way:  # often: the next bucket is to be posted at once
+            return self._poll
+        return _IDLE if self.staging.lacks_room else None
 
     def _obey(self, connection: Connection, message: Message) -> None:
         op = message["op"]

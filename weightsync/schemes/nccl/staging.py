@@ -18,6 +18,7 @@ from weightsync.device_copies import DeviceCopies
 from weightsync.errors import CorruptError, NoRoomError, VersionGoneError, WeightSyncError
 from weightsync.intake import copy_tensor
 from weightsync.manifest import Manifest
+from weightsync.pages import give_pages
 from weightsync.schemes.nccl.places import Place, Places
 from weightsync.tensors import Addresses
 from weightsync.transport import Memory, Snapshot, Targets
@@ -105,6 +106,7 @@ class Staging:
         self._copier = copier
         self._changed = threading.Condition()
         self._layout: Layout | None = None
+        self._refused = False
 
     def layout(self, fingerprint: str, manifest: str | None) -> Layout:
         """The layout with a fingerprint, read from JSON the first time.
@@ -168,6 +170,33 @@ class Staging:
                 if place is None:
                     raise
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a version is here, and there is no memory yet for one that comes next."""
+        slots = self._slots
+        bare = not self._refused and any(not len(slot.bytes) for slot in slots)
+        return bare and any(slot.version is not None for slot in slots)
+
+    def make_room(self, stop: Callable[[], bool]) -> None:
+        """Have memory for the versions to come before they do: the second would be a slow one.
+
+        By the thread that fills slots, while it has nothing else to do.
+
+        Args:
+            stop: asked every now and then.
+        """
+        held = next((slot.layout for slot in self._slots if slot.version is not None), None)
+        bare = next((slot for slot in self._slots if not len(slot.bytes)), None)
+        if held is None or bare is None:
+            return
+        try:
+            self._fit(bare, max(held.manifest.nbytes, 1))
+        except NoRoomError:  # there may be some when it is needed, and if not, it is said then
+            self._refused = True
+            return
+        if bare.place == Place():
+            give_pages(bare.bytes, stop)
+
     def end(self, slot: Slot, version: Version | None) -> None:
         """The slot holds a version now; or nothing, if None."""
         with self._changed:
@@ -175,6 +204,7 @@ class Staging:
                 if other is not slot and other.version == version:
                     other.version = None  # the same number once more: this is the newer copy
             slot.version, slot.filling = version, False
+            self._refused = False
             self._changed.notify_all()
 
     def holds(self, version: Version) -> bool:
