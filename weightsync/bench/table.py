@@ -82,7 +82,7 @@ def rendered(report: Report, width: int) -> RenderableType:
 
 def _legend(columns: list[Column]) -> str:
     meanings = "; ".join(f"{column.title}: {column.meaning}" for column in columns)
-    return f"Medians of warm versions, in ms. {meanings}."
+    return f"Medians of warm versions (from the third on), in ms. {meanings}."
 
 
 def _cell(cell: Cell, columns: list[Column]) -> Iterator[RenderableType]:

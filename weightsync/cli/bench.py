@@ -41,7 +41,9 @@ def bench(
     tensors: Annotated[str | None, typer.Option(help=f"Counts; {_TENSORS}.")] = None,
     receivers: Annotated[str | None, typer.Option(help=f"Counts; {_RECEIVERS}.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 3,
-    warm: Annotated[int, typer.Option(min=1, help="Versions after the first, of a turn.")] = 2,
+    warm: Annotated[
+        int, typer.Option(min=1, help="Timed versions of a turn, from the third on.")
+    ] = 2,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for each step.")] = 120.0,
     directory: Annotated[
         Path | None, typer.Option(help="On the disk to measure; the temporary directory.")
