@@ -174,7 +174,9 @@ class Group:
         """Let it go, whatever state it is in. Idempotent.
 
         Takes no time with gloo. A kernel of NCCL that waits for a dead peer would be in the way of
-        the next group, and is gone when this returns, or after 10 s at most.
+        the next group, and is gone when this returns, or after 10 s at most. NCCL's are aborted at
+        rest too: an orderly end waits, without end, for each member of the host to end likewise,
+        and some may be dead, or have aborted.
 
         Returns:
             Whether nothing of it is under way any more.
@@ -183,22 +185,29 @@ class Group:
         works, self._works = self._works, []
         if group is None:
             return True
-        if not works:
+        nccl = self._device.type == "cuda"
+        if not works and not nccl:
             with contextlib.suppress(Exception):
                 group.shutdown()
             return True
 
         aborted = threading.Event()
         began = time.monotonic()
+        over = True
 
         def end() -> None:
-            nonlocal group, works
-            with contextlib.suppress(Exception):
+            nonlocal group, works, over
+            try:
                 group.abort()  # of no effect with gloo
+            except Exception as error:
+                over = False
+                log.debug("a group of %d was not aborted: %.300s", self.size, error)
             aborted.set()
+            if nccl and _ending.is_set():
+                _keep([group, *works])
+                return
             patience = Deadline(STUCK)
-            gloo = self._device.type == "cpu"
-            while gloo and not patience.expired and not all(w.is_completed() for w in works):
+            while not nccl and not patience.expired and not all(w.is_completed() for w in works):
                 if _ending.wait(0.05):
                     _keep([group, *works])
                     return
@@ -214,9 +223,14 @@ class Group:
 
         ending = threading.Thread(target=end, name="weightsync leave", daemon=True)
         _leaving.add(ending)
-        ending.start()
-        if self._device.type == "cuda":
-            return aborted.wait(10.0)
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter ends (Python 3.12): the process takes it along
+            _leaving.discard(ending)
+            _keep([group, *works])
+            return False
+        if nccl:
+            return aborted.wait(10.0) and over
         return not ending.is_alive()
 
 
