@@ -248,7 +248,10 @@ def _gloo(
 def _nccl(
     place: Store, rank: int, size: int, host: str, device: torch.device, seconds: float
 ) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    # Torch has 32 streams for each device and priority, and hands them out again and again: of this
+    # one hardly anybody else has any. A copy, digest or engine on a group's own stream would wait
+    # for collectives, and without end for those that a dead peer holds up.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(days=1)  # deadlines are kept here; torch would end the process
     with (
         _building,
