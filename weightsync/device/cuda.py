@@ -162,7 +162,8 @@ class CUDADevice(Device):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.place)
+            with torch.inference_mode(False):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.place)
         except torch.cuda.OutOfMemoryError:
             raise NoRoomError(f"{self.place} has no room for {nbytes:,} bytes") from None
 

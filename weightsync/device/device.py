@@ -91,6 +91,8 @@ class Device(ABC):
     def empty(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes], aligned to 256 bytes at least.
 
+        Also in ``torch.inference_mode``, whose own tensors cannot be written to outside of it.
+
         Raises:
             NoRoomError: there is too little memory.
         """

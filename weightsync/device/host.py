@@ -83,12 +83,13 @@ class HostDevice(Device):
         self._copier = Copier()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        try:
-            raw = torch.empty(nbytes + 256, dtype=torch.uint8)
-        except (RuntimeError, MemoryError):
-            raise NoRoomError(f"no memory for a buffer of {nbytes:,} bytes") from None
-        begin = -raw.data_ptr() % 256
-        return raw[begin : begin + nbytes]
+        with torch.inference_mode(False):
+            try:
+                raw = torch.empty(nbytes + 256, dtype=torch.uint8)
+            except (RuntimeError, MemoryError):
+                raise NoRoomError(f"no memory for a buffer of {nbytes:,} bytes") from None
+            begin = -raw.data_ptr() % 256
+            return raw[begin : begin + nbytes]
 
     def free_bytes(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")

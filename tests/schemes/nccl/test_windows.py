@@ -114,6 +114,14 @@ def test_a_tensor_over_several_buckets_counts_once():
     assert assemble(weights, 2 * MIB)[-1].changed_since(before) == 1
 
 
+def test_a_first_version_in_inference_mode_is_no_bar_to_the_second():
+    windows = Windows(HOST, 2 * MIB)
+    with torch.inference_mode():
+        assemble(mixed(), 2 * MIB, windows=windows)
+    manifest, slot, *_ = assemble(mixed(1), 2 * MIB, windows=windows)
+    assert_arrived(mixed(1), manifest, slot)
+
+
 class SmallGPU(HostDevice):
     """Has room for small buffers only."""
 
