@@ -28,7 +28,7 @@ def assemble(weights, size=MIB, options=None, digest=True, windows=None):
     """The version as it arrives in a slot, the buckets' messages, the digests, and the summary."""
     inventory = as_source(weights, options).inventory()
     slot = torch.zeros(max(inventory.manifest.nbytes, 1), dtype=torch.uint8)
-    there = Digester(HOST)
+    there = Digester(HOST, HOST.lane())
     messages = []
 
     def send(bucket: Bucket):
@@ -122,6 +122,25 @@ def test_a_first_version_in_inference_mode_is_no_bar_to_the_second():
     assert_arrived(mixed(1), manifest, slot)
 
 
+def test_versions_take_no_new_lanes():
+    """A GPU has a few only, which are handed out again."""
+
+    class Counting(HostDevice):
+        taken = 0
+
+        def lane(self):
+            self.taken += 1
+            return super().lane()
+
+    gpu = Counting()
+    windows = Windows(gpu, 2 * MIB)
+    assemble(mixed(), 2 * MIB, windows=windows)
+    before = gpu.taken
+    for seed in range(3):
+        assemble(mixed(seed), 2 * MIB, windows=windows)
+    assert gpu.taken == before
+
+
 class SmallGPU(HostDevice):
     """Has room for small buffers only."""
 
@@ -188,7 +207,7 @@ def test_digests_of_something_else_are_refused():
 def test_memory_that_a_gpu_cannot_read_in_words_is_refused():
     memory = HOST.empty(2 * MIB)
     with pytest.raises(ProtocolError, match="between two words"):
-        Digester(HOST).add(0, 0, memory[3 : 3 + MIB], [(3, MIB)])
+        Digester(HOST, HOST.lane()).add(0, 0, memory[3 : 3 + MIB], [(3, MIB)])
 
 
 def test_digests_as_text():

@@ -14,7 +14,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from weightsync.chunks import CHUNK, Digests
-from weightsync.device import Device, Mark, settle
+from weightsync.device import Device, Lane, Mark, settle
 from weightsync.errors import ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Pieces, corrupt, names_at
@@ -42,10 +42,14 @@ class Digester:
     """XXH3 of each MiB of the parts of one version's buckets.
 
     On a lane of its own, memory included: an engine that computes beside it is not waited for.
+
+    Args:
+        lane: to be used for one version after the other. A GPU has 32 of them, which are handed
+            out again and again: after many new ones somebody else's would be among them.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device, self._lane = device, device.lane()
+    def __init__(self, device: Device, lane: Lane) -> None:
+        self._device, self._lane = device, lane
         self._blocks: list[torch.Tensor] = []
         self._used = 0
         self._parts: dict[tuple[int, int], _Part] = {}

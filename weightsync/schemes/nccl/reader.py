@@ -123,6 +123,7 @@ class Reader:
         places = Places(self._gpu, scheme.memory)
         self.staging = Staging(scheme.buffers, self._copier, places)
         self._digester: Digester | None = None
+        self._digesting = (self._gpu or HOST).lane()
         self._lane: Lane | None = None
         self._bounce = Bounce(scheme.bucket_size)
         self._hello = {
@@ -372,7 +373,7 @@ class Reader:
             return
         digested = None
         if message.get("digests_follow"):
-            self._digester = self._digester or Digester(self._gpu or HOST)
+            self._digester = self._digester or Digester(self._gpu or HOST, self._digesting)
             bucket = int(message["number"])
             digested = self._digester.add(bucket, part.number, part.payload, part.pieces)
         elif part.digests:

@@ -45,6 +45,7 @@ class Windows:
 
     def __init__(self, device: Device, size: int) -> None:
         self._device, self._size = device, size
+        self._digesting = device.lane()
         self._download: Download | None = None
         self._planned: tuple[Addresses, list[int], Plan] | None = None
 
@@ -84,7 +85,8 @@ class Windows:
         """
         download = self._download_for(inventory.manifest.nbytes)
         download.await_trainer()
-        flow = _BucketFlow(download, send, let_go, digest)
+        digester = Digester(self._device, self._digesting)
+        flow = _BucketFlow(download, send, let_go, digester if digest else None)
         try:
             numbers, plan = self._plan(download, inventory)
             resident = _tensors(inventory, numbers)
@@ -98,8 +100,8 @@ class Windows:
                 del tensor  # before the next one is made
             packer.flush()
         finally:
-            flow.digester.wait()  # it reads the buffers
-        return Assembled(inventory.manifest, flow.runs, flow.digester if digest else None, intake)
+            digester.wait()  # it reads the buffers
+        return Assembled(inventory.manifest, flow.runs, flow.digester, intake)
 
     def _plan(self, download: Download, inventory: Inventory) -> tuple[list[int], Plan]:
         """Which tensors exist anyway, and how they get into windows."""
@@ -129,13 +131,12 @@ class _BucketFlow(Flow):
         download: Download,
         send: Callable[[Bucket], None],
         let_go: Callable[[torch.Tensor], None],
-        digest: bool,
+        digester: Digester | None,
     ) -> None:
         super().__init__(download)
-        self._send, self._let_go, self._digest = send, let_go, digest
+        self._send, self._let_go, self.digester = send, let_go, digester
         self._digested: list[Mark | None] = [None] * len(download.buffers)
         self._count = 0
-        self.digester = Digester(download.device)
         self.runs: list[Run] = []
 
     def begin(self, which: int) -> torch.Tensor:
@@ -153,11 +154,11 @@ class _BucketFlow(Flow):
         for number, (begin, end) in enumerate(runs):
             payload, pieces = buffer[begin - origin : end - origin], [(begin, end - begin)]
             parts.append(Part(payload, True, end - begin, pieces))
-            if self._digest:
+            if self.digester is not None:
                 digested = self.digester.add(self._count, number, payload, pieces, filled)
                 self._digested[which] = digested
         self.runs += runs
-        bucket = Bucket(self._count, parts, digests_follow=self._digest)
+        bucket = Bucket(self._count, parts, digests_follow=self.digester is not None)
         self._count += 1
         self._send(bucket)
 
