@@ -188,6 +188,10 @@ class Reader:
     def _serve(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            # Torch has a collective begin when its thread's current stream gets there. On the one
+            # that every thread begins with, an engine may have queued steps that take longer.
+            own = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(own)
         while True:
             try:
                 order = self._orders.get(timeout=self._until_next_look())
