@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,17 @@ from weightsync.errors import NoRoomError
 from weightsync.tensors import Addresses
 
 log = logging.getLogger("weightsync")
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Torch's current stream inside.
+
+    With the device around it: to put back the stream of a thread that has used no GPU yet, torch
+    would select the first one, and CUDA makes a context there, of hundreds of MiB.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 class CUDAMark(Mark):
@@ -55,7 +67,7 @@ class CUDALane(Lane):
             )
 
     def empty(self, count: int) -> torch.Tensor:
-        with torch.cuda.stream(self.stream):  # torch keeps memory apart for each
+        with _on(self.stream):  # torch keeps memory apart for each
             return torch.empty(count, dtype=torch.int64, device=self.stream.device)
 
     def after(self, mark: Mark) -> None:
@@ -125,7 +137,7 @@ class KernelMoves(Moves):
 
     def run(self, lane: Lane, base: int = 0) -> None:
         assert isinstance(lane, CUDALane)
-        with torch.cuda.stream(lane.stream):
+        with _on(lane.stream):
             self._moves.run_on_current(base)
 
 
@@ -188,7 +200,7 @@ class CUDADevice(Device):
 
     def digests(self, lane: Lane, address: int, count: int, into: torch.Tensor) -> None:
         assert isinstance(lane, CUDALane)
-        with torch.cuda.stream(lane.stream):
+        with _on(lane.stream):
             if self.kernels is not None:
                 self.kernels.digest_chunks(address, count, into)
                 return
