@@ -1,6 +1,8 @@
 """How a group is let go; NCCL's own is a stand-in here, which says what was asked of it."""
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from weightsync.schemes.nccl import group
 from weightsync.schemes.nccl.group import Group
 
+CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
 
@@ -56,7 +59,7 @@ def test_a_group_at_rest_on_cpus_ends_orderly():
             self.asked = True
 
     backend = Gloo()
-    assert group_of(backend, torch.device("cpu")).leave()
+    assert group_of(backend, CPU).leave()
     assert backend.asked
 
 
@@ -84,3 +87,30 @@ def test_what_is_left_while_the_interpreter_ends_is_not_destroyed(monkeypatch):
     for thread in list(group._leaving):
         thread.join(5)
     assert kept == [backend]
+
+
+def test_connections_are_those_of_what_is_used_and_made_at_set_up(monkeypatch):
+    """Or the first bucket would wait for its members in NCCL, where no deadline holds."""
+    asked = []
+
+    class NCCL:
+        class Options:
+            def __init__(self, is_high_priority_stream=False):
+                asked.append(("high priority", is_high_priority_stream))
+
+        def __init__(self, store, rank, size, options):
+            pass
+
+        def __getattr__(self, kind):
+            def collective(tensors, options=None):
+                asked.append((kind, len(tensors[0])))
+                return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+            return collective
+
+    monkeypatch.setattr(group.dist, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    made = Group("nccl", torch.distributed.HashStore(), "key", 0, 2, "", CPU, 1.0)
+    assert asked == [("high priority", True), ("broadcast", 1)]
+    made.settle(made.broadcast(torch.zeros(3)))
+    assert asked[2:] == [("broadcast", 3)]

@@ -263,9 +263,10 @@ def _nccl(
         ),
     ):
         group: Any = dist.ProcessGroupNCCL(place, rank, size, options)
-    # NCCL connects at the first collective: do it now, so that a failure is one of set-up.
+    # NCCL connects at the first collective, and for each kind of them apart (since 2.22), in the
+    # call itself, which waits for the others: do it now, so that a failure is one of set-up.
     with torch.cuda.device(device):
-        first = group.allreduce([torch.zeros(1, device=device)])
+        first = group.broadcast([torch.zeros(1, device=device)])
         deadline = Deadline(seconds)
         while not first.is_completed():
             if deadline.expired:
