@@ -9,6 +9,8 @@ from torch import nn
 import weightsync as ws
 from tests.gpu.engines import greedy, make_llm, model, stop
 from tests.live.processes import Peer
+from weightsync.chunks import CHUNK
+from weightsync.device import device_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +83,23 @@ def test_a_broadcast_to_another_gpu_is_right_bit_for_bit(peers):
     for number in (1, 2, 3):
         trainer.call(send, number, within=WAIT)
         assert receiver.call(wrong_after, number, within=WAIT) == []
+
+
+def digest_on(state, index):
+    """
+    Returns:
+        The GPUs on which this process has a context.
+    """
+    gpu = device_of(torch.device("cuda", index))
+    lane = gpu.lane()
+    data, into = gpu.empty(CHUNK), lane.empty(1)
+    gpu.digests(lane, data.data_ptr(), 1, into)
+    lane.wait()
+    return [n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(n)]
+
+
+def test_work_on_the_second_gpu_takes_no_memory_of_the_first(peers):
+    assert peers[0].call(digest_on, 1, within=WAIT) == [1]
 
 
 def stack(seed):

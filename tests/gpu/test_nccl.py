@@ -187,6 +187,33 @@ def test_from_one_gpu_to_another(scheme):
         trainer.dispose()
 
 
+def end_sender(state):
+    state.sender.shutdown()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_one_of_the_same_host_dies_between_updates():
+    """An orderly end of the group would wait for it: NCCL takes these two for one host."""
+    scheme = ws.NCCLScheme(bucket_mb=4, peer_timeout=5.0)
+    trainer, receiver, again = peers = [Peer(), Peer(), Peer()]
+    try:
+        for one, index in zip(peers, (0, 1, 1), strict=True):
+            one.call(use_gpu, index)
+        trainer.call(send_from, scheme, within=WAIT)
+        receiver.call(receive_in, scheme, "first", within=WAIT)
+        told, _ = trainer.call(publish, 1, wait="applied", within=WAIT)
+        assert told == {"first": ("applied", 1)}
+        receiver.kill()
+        again.call(receive_in, scheme, "second", within=WAIT)
+        told, _ = trainer.call(publish, 2, wait="applied", within=WAIT)
+        assert told["second"] == ("applied", 2)
+        again.kill()
+        trainer.call(end_sender, within=20)
+    finally:
+        for one in peers:
+            one.dispose()
+
+
 def generate(state, tokens=12):
     from vllm import SamplingParams
 
