@@ -9,7 +9,10 @@ import weightsync as ws
 from weightsync.chunks import Copier
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
+from weightsync.device.host import HostDevice, HostLane
+from weightsync.schemes.nccl.places import Places
 from weightsync.schemes.nccl.staging import Slot, Staging
+from weightsync.transport import Targets
 
 MANIFEST = ws.Manifest.build([("w", torch.int64, (4,))])
 NOW = Deadline(0)
@@ -187,3 +190,37 @@ def test_what_was_given_back_is_not_taken_again():
     fill(staging, 1)
     staging.clear()
     assert not staging.lacks_room
+
+
+class QueueingGPU(HostDevice):
+    """Says what its queue has been waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited = 0
+
+    def current(self):
+        gpu = self
+
+        class Lane(HostLane):
+            def wait(self):
+                gpu.waited += 1
+
+        return Lane()
+
+
+def test_what_was_queued_on_a_gpu_is_waited_for_where_it_is_used():
+    """By threads that know nothing of the one that has queued it."""
+    gpu = QueueingGPU()
+    staging = Staging(1, Copier(1), Places(gpu, "gpu"))
+    fill(staging, 1)
+    snapshot = staging.lease(version(1))
+    plain, cast = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.float32)
+    snapshot.copy_into(Targets(MANIFEST, {"w": plain}))
+    before = gpu.waited
+    snapshot.copy_into(Targets(MANIFEST, {"w": cast}))
+    assert gpu.waited == before + 2  # for the plain ones, of which there are none, and the others
+    assert plain.tolist() == cast.tolist() == [1, 1, 1, 1]
+    snapshot.settle()
+    snapshot.close()
+    assert gpu.waited == before + 4

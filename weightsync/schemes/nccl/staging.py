@@ -322,6 +322,17 @@ class StagedSnapshot(Snapshot):
         for name, target in others.items():
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
+        if others:
+            self._await_reads()
+
+    def settle(self) -> None:
+        self._await_reads()
+
+    def _await_reads(self) -> None:
+        """Until what this thread has queued on a GPU has read: others may use what it wrote then,
+        on streams of their own, and the slot may be written."""
+        if self._gpu is not None:
+            self._gpu.current().wait()
 
     def _in_host_memory(self) -> Memory:
         return StagedMemory(self._bytes, self.manifest.nbytes, self.version)
@@ -339,8 +350,7 @@ class StagedSnapshot(Snapshot):
     def close(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            if self._gpu is not None:
-                self._gpu.current().wait()  # what was queued there may still read
+            self._await_reads()
             self._staging.release(slot, self._turn)
 
 
