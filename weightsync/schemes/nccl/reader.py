@@ -333,8 +333,10 @@ class Reader:
     def _take_oldest(self) -> None:
         """Wait for the oldest bucket under way."""
         before = len(self._under_way)
-        while len(self._under_way) == before:
+        while True:
             self._take_what_is_there()
+            if len(self._under_way) != before:
+                return
             time.sleep(self._poll)
 
     def _take_what_is_there(self) -> None:
