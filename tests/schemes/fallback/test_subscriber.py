@@ -328,6 +328,20 @@ class TestOneThatTakesItsTimeToOpen:
         eventually(lambda: slow.log == ["opening", "closed", "open", "closed"])
         assert not link.attached
 
+    def test_it_is_opened_on_the_gpu_of_whoever_asked(self, monkeypatch):
+        """NCCL takes the current one, which a new thread does not inherit."""
+        slow, current = Slow(), threading.local()
+        current.gpu = 1
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
+        slow.open = lambda deadline: slow.log.append(torch.cuda.current_device())
+        link = Link("slow", slow)
+        link.look_for_sender(threading.Event())
+        eventually(lambda: link.attached)
+        assert slow.log == [1]
+        link.close()
+
     def test_it_is_opened_by_one_thread_at_a_time(self):
         slow = Slow()
         link = Link("slow", slow)

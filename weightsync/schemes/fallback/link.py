@@ -7,6 +7,8 @@ import logging
 import threading
 from dataclasses import replace
 
+import torch
+
 from weightsync.deadline import Deadline
 from weightsync.errors import DeadlineError, VersionGoneError
 from weightsync.report import ReceiverReport
@@ -59,14 +61,19 @@ class Link:
             if not self.attached and not self._looking:
                 self._looking = True
                 name = f"weightsync looks for {self.name}"
-                threading.Thread(target=self._look, name=name, daemon=True).start()
+                # A scheme may be for the current GPU, of which each thread has one of its own.
+                used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+                gpu = torch.cuda.current_device() if used else None
+                threading.Thread(target=self._look, args=(gpu,), name=name, daemon=True).start()
 
     @property
     def settled(self) -> bool:
         """Whether looking has come to something, be it an error."""
         return self.attached or self.error is not None
 
-    def _look(self) -> None:
+    def _look(self, gpu: int | None) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         while self._looks_on():
             try:
                 self.subscriber.open(Deadline(_LOOK))
