@@ -43,6 +43,9 @@ COUNTS = (1, 3, 7)
 LOST_SHAPE = "1b"
 """For the receiver that is killed: large enough for a transfer to have a middle."""
 
+BUCKETS = (128, 256)
+"""MiB, besides the default; to one receiver."""
+
 KILLED_AT = 10
 """The bucket."""
 
@@ -166,28 +169,39 @@ def against_torch(part: Part, receivers: int) -> None:
             peer.start(join, part.backend, store, rank, receivers + 1, nbytes)
         for peer in peers:
             peer.result(PATIENCE)
-        for verify in (True, False):
-            path = path_of(receivers, verify)
+        ways: list[tuple[bool, int | None]] = [(True, None), (False, None)]
+        if receivers == 1:
+            ways += [(True, size) for size in BUCKETS]
+        for verify, bucket_mb in ways:
+            path = path_of(receivers, verify, bucket_mb)
             with part.trying(path):
-                updates(part, path, trainer, others, sizes, verify)
+                updates(part, path, trainer, others, sizes, verify, bucket_mb)
         with suppress(Exception):
             ask_all(peers, part_from_all, within=10)
 
 
-def path_of(receivers: int, verify: bool) -> str:
+def path_of(receivers: int, verify: bool, bucket_mb: int | None = None) -> str:
     some = f"{receivers} receiver{'s' * (receivers > 1)}"
-    return f"NCCLScheme, {some}, digests {'on' if verify else 'off'}"
+    buckets = f", buckets of {bucket_mb} MiB" if bucket_mb else ""
+    return f"NCCLScheme, {some}, digests {'on' if verify else 'off'}{buckets}"
 
 
 def updates(
-    part: Part, path: str, trainer: Peer, others: list[Peer], sizes: Sizes, verify: bool
+    part: Part,
+    path: str,
+    trainer: Peer,
+    others: list[Peer],
+    sizes: Sizes,
+    verify: bool,
+    bucket_mb: int | None,
 ) -> None:
     """Updates and plain broadcasts of as many bytes take turns."""
     scheme = ws.NCCLScheme(
         backend=part.backend,  # type: ignore[arg-type]
         num_replicas=len(others),
         verify=verify,
-        buffers=2 if len(others) <= 3 else 1,  # each is the weights once, in page-locked memory
+        bucket_mb=bucket_mb,
+        buffers=2 if len(others) <= 3 else 1,  # each is the weights once
     )
     ours, flat, applied, both = [], [], [], [trainer, *others]
     try:
@@ -201,7 +215,7 @@ def updates(
             began, ended = trainer.call(publish, number, within=2 * PATIENCE)
             took = max(ask_all(others, apply))
             spans = ask_all(both, broadcast)
-            if number > 3:  # both buffers are page-locked, and NCCL is warm
+            if number > 3:  # both buffers are there, and NCCL is warm
                 ours.append(ended - began)
                 applied.append(took)
                 flat.append(max(end for _, end in spans) - max(begin for begin, _ in spans))
@@ -218,6 +232,7 @@ def updates(
         ours=True,
         receivers=len(others),
         digests=verify,
+        bucket_mb=bucket_mb,
         shared=len(others) >= part.gpus,
         publish=in_milliseconds(ours),
         written=in_milliseconds(applied),

@@ -75,7 +75,7 @@ def judge(rows: list[Row], parts: list[str]) -> Iterator[str]:
 
 
 def judge_broadcast(good: dict[str, Row]) -> Iterator[str]:
-    measured = [row for row in good.values() if "of_flat" in row]
+    measured = [row for row in good.values() if "of_flat" in row and not row.get("bucket_mb")]
     for digests in (True, False):
         title = f"broadcast: digests {'on' if digests else 'off'}"
         mine = {row["receivers"]: row for row in measured if row["digests"] is digests}
