@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,7 +192,7 @@ def discard_unfinished(path: str) -> None:
     """
     lock = Lock(Directory.open(path), LOCK)
     if lock.try_exclusive():
-        shutil.rmtree(path)
+        _remove(path)
     lock.release()
 
 
@@ -235,7 +235,8 @@ def _unfinished(path: Path) -> Iterator[Directory]:
     try:
         yield folder
     finally:
-        shutil.rmtree(name, ignore_errors=True)  # if all is well it is gone, or the former one's
+        with suppress(OSError):  # if all is well it is gone, or the former one's
+            _remove(name)
         lock.release()
         folder.close()
 
@@ -249,7 +250,7 @@ def _put(folder: Directory, path: Path, overwrite: bool) -> None:
     os.chmod(folder.path, 0o777 & ~mask)
     _require_free(path, overwrite)  # once more: writing takes a while
     try:
-        if os.path.lexists(path):
+        if overwrite and os.path.lexists(path):
             _replace(str(path), folder.path)
         else:
             os.rename(folder.path, path)
@@ -259,18 +260,38 @@ def _put(folder: Directory, path: Path, overwrite: bool) -> None:
 
 
 def _replace(former: str, new: str) -> None:
-    """Have a folder take another one's place, which then has its name, or is gone."""
+    """Have a folder take another one's place, which has its name then."""
     lock = Path(former, LOCK)
     lock.touch()  # by which it is known, if this process is killed now, for what nobody uses
     try:
-        exchange(former, new)
-    except OSError:  # not on this file system: for a moment there is nothing at the place
-        lock.unlink()
-        aside = f"{new}.former"
-        os.rename(former, aside)
-        try:
-            os.rename(new, former)
-        except OSError:
-            os.rename(aside, former)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        _change_places(former, new)
+    except OSError:
+        lock.unlink(missing_ok=True)
+        raise
+
+
+def _change_places(path: str, other: str) -> None:
+    with suppress(OSError):
+        exchange(path, other)
+        return
+    # Not on this file system: for a moment there is nothing at the path. The name aside is none
+    # that `clean` knows, as what has it then may be all there is.
+    aside = f"{other}.former"
+    os.rename(path, aside)
+    try:
+        os.rename(other, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    os.rename(aside, other)
+
+
+def _remove(path: str) -> None:
+    """Remove such a folder, its lock last: until then it is known for what it is."""
+    for entry in list(os.scandir(path)):
+        with suppress(FileNotFoundError):  # `clean` may be at it, too
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+    shutil.rmtree(path)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -254,14 +255,33 @@ def test_dtypes_that_safetensors_does_not_have(weightsync, run_dir, tmp_path):
         assert only(tmp_path)
 
 
+NO_EXCHANGE = "checkpoint.exchange = lambda path, other: os.stat('/none')"
+"""For a process: it has a file system where two folders cannot change places."""
+
+
+ENDS = (".json", ".safetensors")
+"""Of the names of files of a checkpoint."""
+
+
 @contextmanager
-def standing_still_at(function, *arguments):
-    """A process that exports and never comes further than the first call of that function."""
+def standing_still_at(function, *arguments, calls=0, named="", first=""):
+    """A process that exports and never comes further than the first call of that function.
+
+    Args:
+        calls: so many of it are well before. named: of a file of such a name; others do not count.
+        first: what the process runs first.
+    """
     code = (
-        "import shutil, sys, threading\n"
+        "import os, shutil, sys, threading\n"
         "from weightsync import checkpoint\n"
         "from weightsync.cli import main\n"
-        f"{function} = lambda *given, **options: threading.Event().wait()\n"
+        f"{first}\n"
+        f"real, left = {function}, [None] * {calls}\n"
+        "def standing(*given, **options):\n"
+        f"    if not given or str(given[0]).endswith({named!r}):\n"
+        "        left.pop() if left else threading.Event().wait()\n"
+        "    return real(*given, **options)\n"
+        f"{function} = standing\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "export", *map(str, arguments)]
@@ -299,6 +319,56 @@ def test_killed_once_a_checkpoint_has_taken_another_s_place(weightsync, disk, tm
     assert tensors_in(out)["model.a"][0] == 2
 
 
+@pytest.mark.parametrize(("files", "first"), [(0, ""), (1, ""), (2, ""), (1, NO_EXCHANGE)])
+def test_killed_while_it_removes_what_it_has_replaced(weightsync, disk, tmp_path, files, first):
+    """Whichever files are gone by then, clean knows the rest for what it is."""
+    out = tmp_path / "out"
+    weightsync("export", disk, out, "--version", 1)
+    for name in ("a.json", "b.json"):
+        (out / name).touch()
+    with standing_still_at("os.unlink", disk, out, "--force", calls=files, named=ENDS, first=first):
+        eventually(lambda: tensors_in(out)["model.a"][0] == 2)
+        eventually(lambda: [len(os.listdir(f)) for f in tmp_path.glob(".weight*")] == [4 - files])
+    weightsync("clean", tmp_path, "--yes")
+    assert only(tmp_path, "run", "out")
+
+
+def test_clean_while_the_export_itself_removes_what_it_has_replaced(
+    weightsync, tmp_path, monkeypatch
+):
+    """Whoever comes second finds nothing, which is well."""
+
+    def removed(path, **options):
+        monkeypatch.undo()
+        os.unlink(path, **options)
+        shutil.rmtree(former)
+
+    former = tmp_path / f"{checkpoint.UNFINISHED}{'0' * 16}"
+    former.mkdir(mode=0o700)
+    for name in ("a.json", "model.safetensors", checkpoint.LOCK):
+        (former / name).touch()
+    monkeypatch.setattr(os, "unlink", removed)
+    assert weightsync("clean", tmp_path, "--yes").code == 0
+    assert only(tmp_path)
+
+
+def test_one_that_came_to_the_place_in_the_last_moment_is_not_replaced(
+    weightsync, disk, tmp_path, monkeypatch
+):
+    def came(path, overwrite):
+        require_free(path, overwrite)
+        if list(tmp_path.glob(f"{checkpoint.UNFINISHED}*")):
+            out.mkdir()
+            (out / "other.safetensors").touch()
+
+    out, require_free = tmp_path / "out", checkpoint._require_free
+    monkeypatch.setattr(checkpoint, "_require_free", came)
+    answer = weightsync("export", disk, out)
+    assert (answer.code, "not empty" in answer.err) == (2, True)
+    assert only(out, "other.safetensors")
+    assert only(tmp_path, "run", "out")
+
+
 def test_a_file_system_where_two_folders_cannot_change_places(
     weightsync, disk, tmp_path, monkeypatch
 ):
@@ -312,6 +382,18 @@ def test_a_file_system_where_two_folders_cannot_change_places(
     assert tensors_in(out)["model.a"][0] == 2
     assert only(out, "model.safetensors")
     assert only(tmp_path, "run", "out")
+
+
+def test_killed_there_between_the_two_steps(weightsync, disk, tmp_path):
+    """What was at the place is all there is: clean does not take it for something that was left."""
+    weightsync("export", disk, tmp_path / "out", "--version", 1)
+    with standing_still_at(
+        "os.rename", disk, tmp_path / "out", "--force", calls=1, first=NO_EXCHANGE
+    ):
+        eventually(lambda: not (tmp_path / "out").exists())
+    weightsync("clean", tmp_path, "--yes")
+    (former,) = tmp_path.glob("*.former")
+    assert tensors_in(former)["model.a"][0] == 1
 
 
 @pytest.mark.vllm

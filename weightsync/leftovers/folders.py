@@ -57,6 +57,8 @@ def _locked(path: str, what: str, lock: str, remove: Callable[[str], None]) -> L
 def _remove_folder(path: str, remove: Callable[[str], None]) -> str | None:
     try:
         remove(path)
+    except FileNotFoundError:
+        pass  # somebody else removes it
     except (OSError, WeightSyncError) as error:
         return str(error)
     return "a living process uses it" if os.path.lexists(path) else None
