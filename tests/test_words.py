@@ -62,7 +62,8 @@ def test_urls_of_stores_without_user_and_password():
         assert "user" not in said
         assert "hidden" not in said
         assert "//***@host" in said
-    assert without_secrets("s3://user:hidden@host/bucket") == "s3://***@host/bucket"
+    for user in ("user:hidden", "user:#hidden", "user:,hidden", "user%3Ahid%2Fden", "u@x:hidden"):
+        assert without_secrets(f"s3://{user}@host/bucket") == "s3://***@host/bucket"
 
 
 def test_errors_that_name_a_run_do_not_tell_its_token(ends):
@@ -76,6 +77,16 @@ def test_errors_that_name_a_run_do_not_tell_its_token(ends):
         ws.scheme_from_url(f"{other.to_url()}#x")
     for error in (attached, switched, parsed):
         assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["disk://s3://me:{}@host/run#x", "s3//me:{}@host", "nccl:h?token={}#x"]
+)
+@pytest.mark.parametrize("secret", ["hush" * 100, "#hush"])
+def test_an_error_has_no_secret_of_its_url(url, secret):
+    with pytest.raises(ws.SchemeError) as error:
+        ws.scheme_from_url(url.format(secret))
+    assert "hush" not in str(error.value)
 
 
 def test_an_address_has_no_secret_of_its_url():

@@ -163,7 +163,7 @@ class WeightSyncScheme(ABC):
         """
         parts = urlsplit(url)
         if parts.fragment:
-            shown = without_secrets(f"{url!r:.200}")
+            shown = f"{without_secrets(repr(url)):.200}"
             raise SchemeError(f"{shown}: '#' begins nothing here; write it as %23 in a path")
         pairs = parse_qsl(parts.query, keep_blank_values=True, errors=_ERRORS)
         options = _parse(cls, pairs, taken=_address_fields(cls))
@@ -208,7 +208,7 @@ def scheme_from_url(url: str) -> WeightSyncScheme:
     except (ValueError, AttributeError):
         parts = None
     if parts is None or not parts.scheme or not isinstance(url, str):
-        shown = without_secrets(f"{url!r:.200}")
+        shown = f"{without_secrets(repr(url)):.200}"
         raise SchemeError(f"not a URL of a scheme: {shown}; like shm:///dev/shm/run42")
     return _find(parts.scheme).from_url(url)
 

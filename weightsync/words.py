@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-_SECRET = re.compile(r"(?<=[?&;]token=)[^&;,#'\"\s]+")
-_USER = re.compile(r"//[^/?#,]*(?:@|%40)")
+_SECRET = re.compile(r"(?<=[?&;]token=)[^&;,'\"\s]+")
+_USER = re.compile(r"//[^/?]*(?:@|%40)")
 _UNITS = ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)
 
 

@@ -23,12 +23,13 @@ def store(subject: Subject) -> list[Finding]:
     if not isinstance(scheme, DiskScheme) or not scheme.is_remote:
         return [not_applicable("object store", "no store was named")]
     try:
-        found = Store(scheme.path).names("", Deadline(_SECONDS))
+        place = Store(scheme.path)
+        found = place.names("", Deadline(_SECONDS))
     except WeightSyncError as error:
         remedy = "See that the store's package is installed, and its credentials are known here."
         return [problem("object store", str(error), remedy)]
     cache = replace(subject, path=scheme.cache or tempfile.gettempdir())
-    listed = ok("object store", f"{scheme.path}: can be listed, {len(found)} names")
+    listed = ok("object store", f"{place.where}: can be listed, {len(found)} names")
     return [listed, replace(room(cache), check="room for its cache")]
 
 

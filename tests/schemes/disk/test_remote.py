@@ -58,6 +58,30 @@ def content(scheme, version):
         reader.close()
 
 
+def test_errors_do_not_tell_who_may_use_the_store(tmp_path):
+    """Nor does what is seen of a run."""
+    url = f"memory://me:hush@{secrets.token_hex(4)}/run"
+    scheme = ws.DiskScheme(url, cache=tmp_path / "cache", patience=PATIENCE)
+    with pytest.raises(FileNotFoundError) as nothing:
+        scheme.inspect()
+    with scheme.create_receiver({}) as receiver, pytest.raises(ws.WeightSyncError) as nobody:
+        receiver.connect(0.1)
+    with scheme.create_sender(weights(), timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        with scheme.create_sender(weights()) as second, pytest.raises(ws.SenderBusyError) as busy:
+            second.connect(2 * PATIENCE)
+        Store(url).write("HEAD", b"no commit", Deadline(WAIT))
+        status = scheme.inspect()
+    with pytest.raises(ws.ProtocolError) as long:
+        Store(url).read("HEAD", 1, Deadline(WAIT))
+    with pytest.raises(ws.SchemeError) as malformed:
+        ws.DiskScheme("memory://me:hush@x/")
+    said = [status.path, *status.problems]
+    for text in [*said, *(str(e.value) for e in (nothing, nobody, busy, long, malformed))]:
+        assert "hush" not in text
+        assert "memory://***@" in text
+
+
 # -------------------------------------------------------------------- versions
 
 

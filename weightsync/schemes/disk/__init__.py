@@ -25,6 +25,7 @@ from weightsync.schemes.disk.publisher import DiskPublisher
 from weightsync.schemes.disk.subscriber import DiskSubscriber
 from weightsync.transport import Publisher, Subscriber
 from weightsync.version import Version
+from weightsync.words import without_secrets
 
 __all__ = ["DiskScheme"]
 
@@ -75,7 +76,8 @@ class DiskScheme(WeightSyncScheme):
         if not self.is_remote:
             object.__setattr__(self, "path", run_path("path", self.path))
         elif _REMOTE.fullmatch(self.path) is None:
-            raise SchemeError(f"path={self.path!r:.200}: a path, or a URL like s3://bucket/run42")
+            shown = without_secrets(repr(self.path))
+            raise SchemeError(f"path={shown:.200}: a path, or a URL like s3://bucket/run42")
         if self.reader_path is not None:
             object.__setattr__(self, "reader_path", run_path("reader_path", self.reader_path))
         if self.cache is not None:

@@ -125,7 +125,7 @@ class Cache:
         found = deadline.wait(attempt)
         if found is None:
             raise DeadlineError(
-                f"{self._store.url}: version {version} was not fetched into "
+                f"{self._store.where}: version {version} was not fetched into "
                 f"{self._directory.path} within {deadline.seconds:.1f} s"
             )
         return found
@@ -133,7 +133,7 @@ class Cache:
     def _fetch(self, into: Directory, version: Version, deadline: Deadline) -> None:
         """Download a version, its record last."""
         folder = names.version_name(version)
-        where = f"{self._store.url}/{folder}"
+        where = f"{self._store.where}/{folder}"
         try:
             record = self._store.read(f"{folder}/{names.RECORD}", MAX_RECORD, deadline)
             if Commit.from_json(record, f"{where}/{names.RECORD}").version != version:
@@ -153,7 +153,9 @@ class Cache:
                 ]
             )
         except FileNotFoundError:
-            raise VersionGoneError(f"{self._store.url} no longer holds version {version}") from None
+            raise VersionGoneError(
+                f"{self._store.where} no longer holds version {version}"
+            ) from None
         into.replace(names.LAYOUT, data)
         into.replace(names.RECORD, record)
 

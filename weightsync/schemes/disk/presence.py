@@ -71,7 +71,7 @@ def read_sign(store: Store, name: str, deadline: Deadline) -> Sign | None:
         data = store.read(name, MAX_RECORD, deadline)
     except FileNotFoundError:
         return None
-    return Sign.from_json(data, f"{store.url}/{name}")
+    return Sign.from_json(data, f"{store.where}/{name}")
 
 
 class Pulse:
@@ -170,11 +170,11 @@ class _Life:
             return  # it is written over
         if sign is None:
             if self._owns:
-                self.lost = f"{self._store.url}/{self._name} was removed while it was used"
+                self.lost = f"{self._store.where}/{self._name} was removed while it was used"
         elif sign.token != self._token:
             who = f"pid {sign.words.get('pid')!s:.20} on {sign.words.get('host')!s:.80}"
             self.lost = (
-                f"{self._store.url}: another process ({who}) has taken the place of this one, "
+                f"{self._store.where}: another process ({who}) has taken the place of this one, "
                 f"which has shown no life for {self._patience:.1f} s"
             )
 

@@ -112,14 +112,14 @@ class RemotePublisher(Publisher):
             alive = watch.alive(SENDER, sign)
             if alive:
                 raise SenderBusyError(
-                    f"{self._store.url}: "
+                    f"{self._store.where}: "
                     + busy_words(sign.words, "give each trainer a URL of its own")
                 )
             return None if alive is None else True
 
         if _poll(attempt, deadline) is None:
             raise DeadlineError(
-                f"{self._store.url}: whether its former sender is alive was not known within "
+                f"{self._store.where}: whether its former sender is alive was not known within "
                 f"{deadline.seconds:.1f} s (patience={self._scheme.patience})"
             )
         epoch = found[0].words.get("epoch") if found else 0
@@ -131,7 +131,7 @@ class RemotePublisher(Publisher):
             epoch = max(before + 1, int(time.time() * 1000))
         if epoch <= before:
             raise VersionError(
-                f"{self._store.url} has seen a sender of epoch {before}; {epoch} is not later"
+                f"{self._store.where} has seen a sender of epoch {before}; {epoch} is not later"
             )
         words = {**self_description(), "epoch": epoch}
         if self._pulse is not None and not self._pulse.lost:
@@ -332,7 +332,7 @@ class RecordObjects(Records):
                 if isinstance(sign, ProtocolError):
                     raise sign
                 data = json.dumps(sign.words).encode()
-                report = report_from_json(data, f"{self._store.url}/{RECEIVERS}/{receiver}.json")
+                report = report_from_json(data, f"{self._store.where}/{RECEIVERS}/{receiver}.json")
                 if report.receiver != receiver:
                     raise ProtocolError(f"{receiver}.json is of another receiver")
             except ProtocolError as error:
@@ -393,7 +393,7 @@ class RemoteSubscriber(Subscriber):
 
         if _poll(attempt, deadline) is None:
             raise DeadlineError(
-                f"no live sender at {self._store.url} within {deadline.seconds:.1f} s: is its "
+                f"no live sender at {self._store.where} within {deadline.seconds:.1f} s: is its "
                 "connect() done, and is the URL the same on both sides?"
             )
 
@@ -402,7 +402,7 @@ class RemoteSubscriber(Subscriber):
             # One look is due, also when the time is over.
             within = Deadline(max(deadline.remaining, self._scheme.patience))
             head = _announced(self._store, within)
-            if head is None or not announced(head, after, self._receiver, self._store.url):
+            if head is None or not announced(head, after, self._receiver, self._store.where):
                 return None
             return head.version
 
@@ -452,7 +452,7 @@ def _announced(store: Store, deadline: Deadline) -> Commit | None:
         data = store.read(names.HEAD, MAX_RECORD, deadline)
     except FileNotFoundError:
         return None
-    return Commit.from_json(data, f"{store.url}/{names.HEAD}")
+    return Commit.from_json(data, f"{store.where}/{names.HEAD}")
 
 
 def _poll(attempt: Callable[[], T | None], deadline: Deadline) -> T | None:

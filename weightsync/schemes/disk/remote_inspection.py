@@ -61,10 +61,10 @@ class _Looker:
         head = self._head(problems, deadline)
         versions = store_versions(self._store, deadline)
         if sign is None and head is None and not versions and not problems:
-            raise FileNotFoundError(f"{self._store.url}: there is no run")
+            raise FileNotFoundError(f"{self._store.where}: there is no run")
         return RunStatus(
             "disk",
-            self._store.url,
+            self._store.where,
             head.version if head else None,
             self._alive(sign, deadline),
             sender_words(sign.words) if sign else "",
@@ -99,7 +99,7 @@ class _Looker:
     def _head(self, problems: list[str], deadline: Deadline) -> Commit | None:
         try:
             data = self._store.read(names.HEAD, MAX_RECORD, deadline)
-            return Commit.from_json(data, f"{self._store.url}/{names.HEAD}")
+            return Commit.from_json(data, f"{self._store.where}/{names.HEAD}")
         except FileNotFoundError:
             pass
         except ProtocolError as error:
@@ -112,7 +112,7 @@ class _Looker:
             name = f"{head.directory}/{names.LAYOUT}"
             try:
                 data = self._store.read(name, names.MAX_LAYOUT, deadline)
-                layout = Layout.from_json(data, f"{self._store.url}/{name}")
+                layout = Layout.from_json(data, f"{self._store.where}/{name}")
             except (FileNotFoundError, WeightSyncError) as error:
                 problems.append(str(error))
                 return 0, 0

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import ProtocolError, SchemeError, WeightSyncError
+from weightsync.words import without_secrets
 
 T = TypeVar("T")
 
@@ -19,10 +20,13 @@ class Store:
     """The objects below a URL. Names are relative to it, with ``/`` between their parts.
 
     Every call has a deadline, and fails with an error of ours that has the store's own words.
+
+    Attributes:
+        where: the URL as errors have it: without user and password.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url, self.where = url, without_secrets(url)
         self._files, self._base = _file_system(url)
         # What is not replaced as a whole is written under another name first.
         self._renames = "file" in _protocols(self._files)
@@ -35,14 +39,14 @@ class Store:
             may_miss: a FileNotFoundError says what it says: there is no such object.
         """
         try:
-            return call_with_deadline(function, deadline, f"{self.url}: {what}")
+            return call_with_deadline(function, deadline, f"{self.where}: {what}")
         except WeightSyncError:
             raise
         except Exception as error:  # each store has errors of its own
             if may_miss and isinstance(error, FileNotFoundError):
                 raise
             kind = type(error).__name__
-            raise WeightSyncError(f"{self.url}: {what}: {kind}: {error!s:.500}") from error
+            raise WeightSyncError(f"{self.where}: {what}: {kind}: {error!s:.500}") from error
 
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}"
@@ -60,7 +64,7 @@ class Store:
             may_miss=True,
         )
         if len(data) > limit:
-            raise ProtocolError(f"{self.url}/{name} is longer than {limit} bytes")
+            raise ProtocolError(f"{self.where}/{name} is longer than {limit} bytes")
         return bytes(data)
 
     def write(self, name: str, data: bytes, deadline: Deadline) -> None:
@@ -132,11 +136,13 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         fsspec = importlib.import_module("fsspec")
     except ImportError:
-        raise SchemeError(f"{url}: URLs need fsspec (pip install fsspec)") from None
+        raise SchemeError(
+            f"{without_secrets(url)}: URLs need fsspec (pip install fsspec)"
+        ) from None
     try:
         files, base = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise SchemeError(f"{url}: {error}") from None
+        raise SchemeError(f"{without_secrets(url)}: {error}") from None
     return files, str(base).rstrip("/")
 
 
