@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from weightsync.errors import WeightSyncError
 from weightsync.files import Directory, is_locked, lock_kinds
@@ -63,9 +63,8 @@ class Look:
         nbytes: int = 0,
         slots: Sequence[SlotStatus] = (),
     ) -> RunStatus:
-        alive = self.attempt(lambda: is_locked(self.run, SENDER_LOCK))
+        alive, owner = self._sender()
         receivers: list[ReceiverReport] = self.attempt(lambda: read_receivers(self.run)) or []
-        owner = owner_of(self.run)
         return RunStatus(
             scheme,
             self.run.path,
@@ -80,6 +79,17 @@ class Look:
             tuple(self.problems),
             sender_ended=has_ended(owner),
         )
+
+    def _sender(self) -> tuple[bool | None, dict[str, Any]]:
+        """Whether one is alive, and what the last one wrote of itself."""
+        alive, owner = self.attempt(lambda: is_locked(self.run, SENDER_LOCK)), owner_of(self.run)
+        if alive is False and not has_ended(owner):
+            # One may have come between the two looks: what was read is its own then.
+            alive, owner = (
+                self.attempt(lambda: is_locked(self.run, SENDER_LOCK)),
+                owner_of(self.run),
+            )
+        return alive, owner
 
 
 def sender_words(owner: dict[str, object]) -> str:

@@ -10,6 +10,7 @@ import weightsync as ws
 from tests.conftest import WAIT
 from weightsync.deadline import Deadline
 from weightsync.inspection import SlotStatus
+from weightsync.schemes.disk import remote_inspection
 
 WEIGHTS = {"w": torch.ones(2000), "v": torch.ones(1)}
 
@@ -82,3 +83,14 @@ def test_a_store(tmp_path):
     status = scheme.inspect()
     assert (status.sender_alive, status.sender_ended) == (False, True)
     assert status.version == version
+
+
+def test_a_sender_that_ends_while_its_beat_is_waited_for(tmp_path, monkeypatch):
+    scheme = ws.DiskScheme(
+        f"memory://{secrets.token_hex(4)}/run", cache=str(tmp_path / "cache"), patience=5.0
+    )
+    with scheme.create_sender(WEIGHTS, timeout=WAIT) as sender:
+        sender.connect(WAIT)
+        monkeypatch.setattr(remote_inspection.time, "sleep", lambda seconds: sender.shutdown())
+        status = scheme.inspect()
+    assert (status.sender_alive, status.sender_ended) == (False, True)

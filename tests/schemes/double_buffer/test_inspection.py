@@ -1,6 +1,7 @@
 """Looking at a run from outside: it changes nothing and needs no sender."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 import weightsync as ws
 from tests.conftest import WAIT
 from weightsync.deadline import Deadline
+from weightsync.files import is_locked
+from weightsync.run import look as look_module
 
 
 def look(path):
@@ -100,3 +103,22 @@ def test_two_generations(ends):
         assert {s.generation for s in status.slots} == {"generation-0001", "generation-0002"}
         assert {s.version for s in status.slots} == {first, second, None}
     subscriber.close()
+
+
+def test_a_sender_that_comes_just_when_it_is_looked_at(ends, monkeypatch):
+    """After one that has ended: it is not taken for one that was killed."""
+
+    def looked(run, name):
+        found = is_locked(run, name)
+        if not made:
+            made.append(ends.sender(scheme=scheme))
+        return found
+
+    made, scheme = [], ends.scheme(keep_files=True)
+    ends.sender({"w": torch.ones(2)}, scheme=scheme).shutdown()
+    monkeypatch.setattr(look_module, "is_locked", looked)
+    status = scheme.inspect()
+    made[0].shutdown()
+    assert (status.sender_alive, status.sender_ended) == (True, False)
+    assert ends.scheme().inspect().sender_ended
+    shutil.rmtree(ends.path)

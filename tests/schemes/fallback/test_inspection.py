@@ -1,9 +1,11 @@
 """A fallback from outside: each of its runs, and all of them as one."""
 
+import pytest
 import torch
 
 import weightsync as ws
 from tests.conftest import WAIT
+from weightsync.testing import roles
 
 
 def test_all_members_are_shown_and_the_newest_version_wherever_it_is(run_dir, tmp_path):
@@ -34,3 +36,24 @@ def test_a_member_that_cannot_be_looked_at_is_a_problem_of_its_own(run_dir, tmp_
     first, second = scheme.inspect().members
     assert first.problems == ()
     assert "not a directory" in second.problems[0]
+
+
+@pytest.mark.parametrize("killed", ["one before", "the last"])
+def test_whether_the_last_sender_has_ended(run_dir, tmp_path, peers, killed):
+    """The sender that went before it could use but one of the schemes."""
+    shm = ws.DoubleBufferScheme(run_dir, keep_files=True)
+    disk = ws.DiskScheme(str(tmp_path / "run"))
+    (sender,) = peers(1)
+    if killed == "one before":
+        sender.call(roles.send_from, shm)
+        sender.call(roles.publish, 1)
+        sender.kill()
+    with disk.create_sender({"w": torch.ones(2)}, timeout=WAIT) as last:
+        last.connect(WAIT)
+        last.update_weights(version=9)
+    if killed == "the last":
+        sender.call(roles.send_from, shm)
+        sender.call(roles.publish, 1)
+        sender.kill()
+    status = ws.FallbackScheme([shm, disk]).inspect()
+    assert (status.sender_alive, status.sender_ended) == (False, killed == "one before")

@@ -62,11 +62,12 @@ class _Looker:
         versions = store_versions(self._store, deadline)
         if sign is None and head is None and not versions and not problems:
             raise FileNotFoundError(f"{self._store.where}: there is no run")
+        alive, sign = self._alive(sign, deadline)
         return RunStatus(
             "disk",
             self._store.where,
             head.version if head else None,
-            self._alive(sign, deadline),
+            alive,
             sender_words(sign.words) if sign else "",
             head.time if head else None,
             *(self._size(head, problems, deadline) if head else (0, 0)),
@@ -84,8 +85,8 @@ class _Looker:
             problems.append(str(error))
             return None
 
-    def _alive(self, sign: Sign | None, deadline: Deadline) -> bool:
-        """Whether the sender beats; waits until that is known."""
+    def _alive(self, sign: Sign | None, deadline: Deadline) -> tuple[bool, Sign | None]:
+        """Whether the sender beats, and its last sign; waits until that is known."""
         alive = False if sign is None else self._watch.alive(SENDER, sign)
         self._records.read()  # their beats begin to count now, too
         while alive is None:
@@ -93,8 +94,8 @@ class _Looker:
             sign = self._sign([], deadline)
             alive = sign is not None and self._watch.alive(SENDER, sign)
             if deadline.expired and alive is None:
-                return False
-        return alive
+                return False, sign
+        return alive, sign
 
     def _head(self, problems: list[str], deadline: Deadline) -> Commit | None:
         try:

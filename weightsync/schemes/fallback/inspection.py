@@ -25,8 +25,18 @@ def as_one(members: Sequence[RunStatus]) -> RunStatus:
         used.nbytes,
         receivers=_receivers(members),
         members=tuple(members),
-        sender_ended=not alive and any(member.sender_ended for member in members),
+        sender_ended=not alive and _have_ended(members, used),
     )
+
+
+def _have_ended(members: Sequence[RunStatus], used: RunStatus) -> bool:
+    """Whether the last sender has: the others' runs may be of one before, which it could not use.
+
+    A run that it has removed says nothing; nor does one without a version, of what came last.
+    """
+    if used.version is not None:
+        return used.sender_ended
+    return any(member.sender_ended for member in members)
 
 
 def _receivers(members: Sequence[RunStatus]) -> tuple[ReceiverReport, ...]:
