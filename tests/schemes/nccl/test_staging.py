@@ -167,14 +167,16 @@ def test_memory_for_the_next_version_is_there_before_it_comes():
     assert value(staging, 4) == 4
 
 
-def test_no_memory_is_asked_for_again_before_another_version_came(monkeypatch):
+@pytest.mark.parametrize("error", [ws.NoRoomError("too little"), RuntimeError("CUDA error")])
+def test_no_memory_is_asked_for_again_before_another_version_came(monkeypatch, error):
+    """Whatever the reason is: the thread that asked has other things to do."""
     staging = Staging(2, Copier(1))
     fill(staging, 1)
     asked = []
 
     def refused(slot, nbytes, place):
         asked.append(nbytes)
-        raise ws.NoRoomError("too little")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(Slot, "fit", refused)

@@ -191,11 +191,10 @@ class Staging:
             return
         try:
             self._fit(bare, max(held.manifest.nbytes, 1))
-        except NoRoomError:  # there may be some when it is needed, and if not, it is said then
+            if bare.place == Place():
+                give_pages(bare.bytes, stop)
+        except Exception:  # there may be some when it is needed, and if not, it is said then
             self._refused = True
-            return
-        if bare.place == Place():
-            give_pages(bare.bytes, stop)
 
     def end(self, slot: Slot, version: Version | None) -> None:
         """The slot holds a version now; or nothing, if None."""
