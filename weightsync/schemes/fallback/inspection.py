@@ -30,13 +30,11 @@ def as_one(members: Sequence[RunStatus]) -> RunStatus:
 
 
 def _have_ended(members: Sequence[RunStatus], used: RunStatus) -> bool:
-    """Whether the last sender has: the others' runs may be of one before, which it could not use.
-
-    A run that it has removed says nothing; nor does one without a version, of what came last.
-    """
+    """Whether the last sender has: other runs may be of one before, if it could not use them."""
     if used.version is not None:
         return used.sender_ended
-    return any(member.sender_ended for member in members)
+    said = [member.sender_ended for member in members if member.sender]  # a removed one: nothing
+    return bool(said) and all(said)
 
 
 def _receivers(members: Sequence[RunStatus]) -> tuple[ReceiverReport, ...]:
