@@ -7,8 +7,9 @@ import pytest
 
 from weightsync.deadline import Deadline
 from weightsync.errors import SenderBusyError, VersionError, WeightSyncError
+from weightsync.files import Directory
 from weightsync.report import ReceiverReport
-from weightsync.run.ownership import Ownership, epoch_of
+from weightsync.run.ownership import Ownership, epoch_of, has_ended, owner_of
 from weightsync.run.records import report_to_json
 from weightsync.version import Version
 
@@ -50,6 +51,39 @@ def test_what_fails_while_it_is_taken_gives_it_back(path):
     assert not ownership.held
     assert not (path / "sender.lock").exists()
     take(path)
+
+
+def ended(path):
+    return has_ended(owner_of(Directory.open(str(path))))
+
+
+def test_one_that_ends_says_so_whatever_comes_in_between(path):
+    def fail(run):
+        raise KeyError
+
+    def begin_and_fail():
+        ownership = Ownership(str(path))
+        with ownership.taking(Deadline(1)) as run:
+            ownership.begin()
+            fail(run)
+
+    with pytest.raises(KeyError):
+        begin_and_fail()
+    assert ended(path)
+    second = take(path, at_end=fail)
+    assert not ended(path)
+    with pytest.raises(KeyError):
+        second.release()
+    assert ended(path)
+
+
+def test_one_that_did_not_begin_says_nothing_of_the_one_before(path):
+    killed = json.dumps({"epoch": 5, "pid": 1})
+    path.mkdir(mode=0o700)
+    (path / "sender.lock").write_text(killed)
+    with pytest.raises(KeyError), Ownership(str(path)).taking(Deadline(1)):
+        raise KeyError
+    assert (path / "sender.lock").read_text() == killed
 
 
 def test_epochs_grow_over_everything_that_was_seen(path):

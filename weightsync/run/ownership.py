@@ -59,6 +59,7 @@ class Ownership:
         self.release()  # the directory was removed behind our back
         run, lock, left = self._lock_run(deadline)
         self._run, self._lock, self._pid = run, lock, os.getpid()
+        before = self.epoch
         try:
             sweep_records(run, left)
             yield run
@@ -66,6 +67,8 @@ class Ownership:
             self._run = self._lock = None
             if lock.is_empty:  # nobody has begun here yet
                 run.discard(SENDER_LOCK)
+            elif self.epoch != before:
+                _say_ended(run, lock)
             lock.release()
             raise
         # Also when the trainer ends without shutdown(), or lets go of the sender. Unlike atexit,
@@ -188,15 +191,15 @@ def _end(run: Directory, lock: Lock, at_end: Callable[[Directory], None] | None,
     try:
         if lock.exists and at_end is not None:
             at_end(run)
+    finally:
         if lock.exists:
             _say_ended(run, lock)
-    finally:
         lock.release()
 
 
 def _say_ended(run: Directory, lock: Lock) -> None:
     """For who looks at what stays: a killed sender does not come to this."""
-    with suppress(OSError):
+    with suppress(OSError, RecursionError):
         lock.write(json.dumps({**owner_of(run), "ended": time.time()}).encode())
 
 
