@@ -249,6 +249,22 @@ def test_what_is_refused(weightsync, arguments):
     assert answer.err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["clean", "nccl://127.0.0.1:29599?token=hush"],
+        ["clean", "memory://me:hush@x/y"],
+        ["bench", "--scheme", "nccl://127.0.0.1:29599?token=hush"],
+        ["inspect", "fallback://nccl://127.0.0.1:29599?token=hush,disk://memory://me:hush@x/y"],
+    ],
+)
+def test_no_command_tells_what_is_secret_in_a_url(weightsync, arguments):
+    answer = weightsync(*arguments)
+    said = answer.out + answer.err
+    assert "hush" not in said
+    assert "127.0.0.1" in said or "***@x" in said
+
+
 def test_the_runs_of_a_fallback(weightsync, left, disk):
     url = f"fallback://nccl://127.0.0.1:29599?backend=gloo,shm://{left.path},disk://{disk}"
     paths = [entry["path"] for entry in weightsync("clean", url, "--json").json["leftovers"]]

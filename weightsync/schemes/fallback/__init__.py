@@ -28,7 +28,7 @@ from weightsync.schemes.fallback.publisher import FallbackPublisher
 from weightsync.schemes.fallback.route import Route
 from weightsync.schemes.fallback.subscriber import FallbackSubscriber
 from weightsync.transport import Publisher, Subscriber
-from weightsync.words import a_kind, one_line
+from weightsync.words import a_kind, one_line, without_secrets
 
 __all__ = ["FallbackScheme"]
 
@@ -160,7 +160,7 @@ def _shown(scheme: WeightSyncScheme) -> RunStatus:
     try:
         return scheme.inspect()
     except (OSError, WeightSyncError) as error:
-        where = "".join(scheme.address())
+        where = without_secrets("".join(scheme.address()))
         if isinstance(error, FileNotFoundError):
             return RunStatus(scheme.url_scheme, where, sender_alive=False)
         return RunStatus(scheme.url_scheme, where, problems=(str(error),))
