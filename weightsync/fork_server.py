@@ -16,7 +16,10 @@ _modules: list[str] = []
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Have these modules imported in the server as well; one that does not import is left out.
+    """Have these modules imported in the server as well.
+
+    One that fails with an ImportError is left out. Any other error of a module ends the server,
+    and with it whatever would come from there.
 
     Once the server runs, this has no effect: a process then imports what it lacks itself.
     """
