@@ -265,7 +265,7 @@ def _replace(former: str, new: str) -> None:
     lock.touch()  # by which it is known, if this process is killed now, for what nobody uses
     try:
         _change_places(former, new)
-    except OSError:
+    except BaseException:
         lock.unlink(missing_ok=True)
         raise
 
@@ -280,7 +280,7 @@ def _change_places(path: str, other: str) -> None:
     os.rename(path, aside)
     try:
         os.rename(other, path)
-    except OSError:
+    except BaseException:  # an interrupt too
         os.rename(aside, path)
         raise
     os.rename(aside, other)

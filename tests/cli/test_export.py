@@ -384,6 +384,28 @@ def test_a_file_system_where_two_folders_cannot_change_places(
     assert only(tmp_path, "run", "out")
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_what_fails_there_between_the_two_steps(weightsync, disk, tmp_path, monkeypatch, error):
+    """What was at the place is there again."""
+
+    def rename(path, other):
+        if path.endswith(".former") or other.endswith(".former"):
+            return real(path, other)
+        raise error
+
+    def refused(path, other):
+        raise OSError(errno.EINVAL, "Invalid argument", path)
+
+    out, real = tmp_path / "out", os.rename
+    weightsync("export", disk, out, "--version", 1)
+    monkeypatch.setattr(checkpoint, "exchange", refused)
+    monkeypatch.setattr(checkpoint.os, "rename", rename)
+    assert weightsync("export", disk, out, "--force").code != 0
+    assert tensors_in(out)["model.a"][0] == 1
+    assert only(out, "model.safetensors")
+    assert only(tmp_path, "run", "out")
+
+
 def test_killed_there_between_the_two_steps(weightsync, disk, tmp_path):
     """What was at the place is all there is: clean does not take it for something that was left."""
     weightsync("export", disk, tmp_path / "out", "--version", 1)
