@@ -16,6 +16,8 @@ import torch
 
 import weightsync as ws
 from tests.conftest import WAIT
+from weightsync.cli.inspect import _GONE, _last_seen
+from weightsync.inspection import RunStatus
 from weightsync.testing import faults, roles
 from weightsync.testing.processes import eventually
 
@@ -340,3 +342,10 @@ def test_watching_in_a_terminal(shm, run_dir):
         assert b"alive: pid" not in after
     finally:
         os.close(terminal)
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_a_run_that_is_gone_it_stays_known_that_its_sender_was_killed(killed):
+    last = RunStatus("shm", "/dev/shm/run", sender_alive=not killed, sender="pid 7 on host")
+    seen = _last_seen(_GONE, last)
+    assert (seen.sender_alive, seen.sender_ended) == (False, not killed)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EVERY = 0.5
 """Seconds between two looks."""
 
-_GONE = "the run is gone: its sender has ended"
+_GONE = "the run is gone"
 
 _WRONG = ("dead", "failed", "unusable")
 
@@ -127,6 +127,7 @@ def _show_changes(target: str, first: RunStatus) -> None:
 
 def _last_seen(seen: RunStatus | str, last: RunStatus) -> RunStatus:
     """What is shown of a run that may not be seen any more."""
-    if seen == _GONE:
+    killed = last.sender_alive is False and last.sender and not last.sender_ended
+    if seen == _GONE and not killed:  # a killed one's may be removed, by `clean`
         return dataclasses.replace(last, sender_alive=False, sender_ended=True)
     return last if isinstance(seen, str) else seen
