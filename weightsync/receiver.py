@@ -38,7 +38,7 @@ from weightsync.scheme_end import SchemeEnd
 from weightsync.switching import Destination
 from weightsync.transport import Snapshot
 from weightsync.version import Version
-from weightsync.words import one_line, without_secrets
+from weightsync.words import one_line
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -560,8 +560,7 @@ class Receiver(SchemeEnd):
         deadline = Deadline(timeout)
         scheme = as_scheme(scheme)
         if scheme == self.scheme:
-            where = without_secrets(scheme.to_url())
-            raise WeightSyncError(f"receiver {self.id!r} follows {where} already")
+            raise WeightSyncError(f"receiver {self.id!r} follows {scheme.shown()} already")
         destination = Destination(scheme, self.id, self._fleet)
         tried: Version | None = None
         try:

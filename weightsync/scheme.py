@@ -132,6 +132,10 @@ class WeightSyncScheme(ABC):
         """The URL without options and secrets: for logs, and for labels of metrics."""
         return address_of(self.to_url())
 
+    def shown(self) -> str:
+        """The URL as errors have it: with its options, without what is secret."""
+        return without_secrets(self.to_url())
+
     def purpose(self) -> str:
         """What the ranks of one trainer meet for: equal on all of them."""
         return self.to_url()

@@ -34,7 +34,7 @@ from weightsync.source import Inventory, Looked, SourceOptions, WeightSource, as
 from weightsync.together import follow, lead
 from weightsync.transport import Published
 from weightsync.version import Version
-from weightsync.words import one_line, without_secrets
+from weightsync.words import one_line
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -575,8 +575,8 @@ class Sender(SchemeEnd):
             raise WeightSyncError("receivers are attached to the sender of the trainer's rank 0")
         if receiver.scheme != self.scheme:
             raise WeightSyncError(
-                f"the receiver listens to {without_secrets(receiver.scheme.to_url())}, this sender "
-                f"publishes to {without_secrets(self.scheme.to_url())}"
+                f"the receiver listens to {receiver.scheme.shown()}, this sender publishes to "
+                f"{self.scheme.shown()}"
             )
         if receiver not in self._attached:
             self._attached.append(receiver)

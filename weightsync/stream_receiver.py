@@ -22,7 +22,7 @@ from weightsync.report import ReceiverReport, Seconds, State, SyncReport
 from weightsync.scheme_end import SchemeEnd
 from weightsync.transport import Snapshot
 from weightsync.version import Version
-from weightsync.words import one_line, without_secrets
+from weightsync.words import one_line
 
 if TYPE_CHECKING:
     from weightsync.scheme import WeightSyncScheme
@@ -163,10 +163,9 @@ class StreamReceiver(SchemeEnd):
                 seen = version
             if deadline.expired:
                 wanted = "" if at_least is None else f" as new as {at_least}"
-                where = without_secrets(self.scheme.to_url())
                 raise DeadlineError(
-                    f"receiver {self.id!r}: no version{wanted} came by {where} within "
-                    f"{deadline.seconds:.1f} s"
+                    f"receiver {self.id!r}: no version{wanted} came by {self.scheme.shown()} "
+                    f"within {deadline.seconds:.1f} s"
                 )
 
     def _verified(self, turn: object, version: Version, deadline: Deadline) -> Snapshot:

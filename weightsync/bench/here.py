@@ -14,7 +14,6 @@ from weightsync.bench.ways.scheme import Scheme, members
 from weightsync.bench.weights import WeightSet
 from weightsync.errors import NoRoomError, SchemeError
 from weightsync.scheme import WeightSyncScheme
-from weightsync.words import without_secrets
 
 
 def plan_for(
@@ -40,9 +39,8 @@ def plan_for(
 
 def _require_unused(scheme: WeightSyncScheme) -> None:
     if scheme.url_scheme == "cuda-ipc" or getattr(scheme, "backend", "gloo") == "nccl":
-        shown = without_secrets(scheme.to_url())
         raise SchemeError(
-            f"{shown}: its weights are on GPUs, which `make bench-gpu` and "
+            f"{scheme.shown()}: its weights are on GPUs, which `make bench-gpu` and "
             "`make bench-multi-gpu` of the repository measure; here all is in ordinary memory"
         )
     for path in _paths(scheme):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from weightsync.cli.output import FOUND, Json, console, emit, harmless, refusals, seconds_words
 from weightsync.errors import SchemeError
-from weightsync.words import size, without_secrets
+from weightsync.words import size
 
 if TYPE_CHECKING:
     from weightsync.leftovers import Leftover
@@ -82,8 +82,7 @@ def _paths_of(scheme: WeightSyncScheme) -> list[str]:
     if isinstance(scheme, FallbackScheme):
         return [path for each in scheme.schemes if _has_path(each) for path in _paths_of(each)]
     if not _has_path(scheme):
-        shown = without_secrets(scheme.to_url())
-        raise SchemeError(f"{shown}: it leaves nothing in a directory of this host")
+        raise SchemeError(f"{scheme.shown()}: it leaves nothing in a directory of this host")
     return [scheme.path]  # type: ignore[attr-defined]
 
 

@@ -82,13 +82,11 @@ class Look:
 
     def _sender(self) -> tuple[bool | None, dict[str, Any]]:
         """Whether one is alive, and what the last one wrote of itself."""
-        alive, owner = self.attempt(lambda: is_locked(self.run, SENDER_LOCK)), owner_of(self.run)
-        if alive is False and not has_ended(owner):
-            # One may have come between the two looks: what was read is its own then.
-            alive, owner = (
-                self.attempt(lambda: is_locked(self.run, SENDER_LOCK)),
-                owner_of(self.run),
-            )
+        for _ in range(2):  # one that comes between the two questions is no dead one
+            alive = self.attempt(lambda: is_locked(self.run, SENDER_LOCK))
+            owner = owner_of(self.run)
+            if alive is not False or has_ended(owner):
+                break
         return alive, owner
 
 

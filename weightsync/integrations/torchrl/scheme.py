@@ -20,7 +20,6 @@ from weightsync.integrations.torchrl.names import weights_of
 from weightsync.integrations.torchrl.trainer import Trainer
 from weightsync.integrations.torchrl.worker import Worker
 from weightsync.report import SyncReport
-from weightsync.words import without_secrets
 
 
 class TorchRLScheme(WeightSyncScheme):
@@ -69,9 +68,7 @@ class TorchRLScheme(WeightSyncScheme):
         Raises:
             NotImplementedError: always: ``send`` and ``receive`` move everything at once.
         """
-        raise NotImplementedError(
-            f"{without_secrets(self.scheme.to_url())} has no transport for each worker"
-        )
+        raise NotImplementedError(f"{self.scheme.shown()} has no transport for each worker")
 
     # ---------------------------------------------------------------- the trainer
 

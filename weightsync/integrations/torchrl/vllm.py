@@ -22,7 +22,6 @@ from weightsync.scheme import WeightSyncScheme as Scheme
 from weightsync.schemes.double_buffer import DoubleBufferScheme
 from weightsync.schemes.nccl import NCCLScheme
 from weightsync.version import Version
-from weightsync.words import without_secrets
 
 Strategy = Literal["tensordict", "state_dict"]
 """How TorchRL extracts weights. Taken for the sake of its keywords; ours are a checkpoint's."""
@@ -58,9 +57,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):
 
     def create_transport(self, **options: Any) -> Any:
         """As :meth:`TorchRLScheme.create_transport`."""
-        raise NotImplementedError(
-            f"{without_secrets(self.scheme.to_url())} has no transport for each worker"
-        )
+        raise NotImplementedError(f"{self.scheme.shown()} has no transport for each worker")
 
     def create_sender(self) -> VLLMWeightSender:
         return VLLMWeightSender(self.scheme, "published", self.timeout)
@@ -109,9 +106,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
     def create_transport(self, **options: Any) -> Any:
         """As :meth:`TorchRLScheme.create_transport`."""
-        raise NotImplementedError(
-            f"{without_secrets(self.scheme.to_url())} has no transport for each worker"
-        )
+        raise NotImplementedError(f"{self.scheme.shown()} has no transport for each worker")
 
     def create_sender(self) -> VLLMWeightSender:
         device = self.device if self.scheme.backend == "nccl" else None

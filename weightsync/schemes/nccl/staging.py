@@ -322,14 +322,11 @@ class StagedSnapshot(Snapshot):
             # .data: also for modules built under inference_mode, which refuse copy_ outside it.
             copy_tensor(target.data, self.tensor(name), name)
         if others:
-            self._await_reads()
+            self.settle()
 
     def settle(self) -> None:
-        self._await_reads()
-
-    def _await_reads(self) -> None:
-        """Until what this thread has queued on a GPU has read: others may use what it wrote then,
-        on streams of their own, and the slot may be written."""
+        """Wait until what this thread has queued on a GPU has read: others may use what it wrote
+        then, on streams of their own, and the slot may be written."""
         if self._gpu is not None:
             self._gpu.current().wait()
 
@@ -349,7 +346,7 @@ class StagedSnapshot(Snapshot):
     def close(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._await_reads()
+            self.settle()
             self._staging.release(slot, self._turn)
 
 
