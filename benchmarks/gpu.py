@@ -262,7 +262,7 @@ def main() -> None:
     if options.show:
         rows = json.loads(Path(options.show).read_text())["rows"]
     else:
-        if why := unable():
+        if why := unable("vllm"):
             parser.exit(2, f"gpu.py: {why}\n")
         rows = measure(options)
     show(rows)
@@ -271,9 +271,13 @@ def main() -> None:
         sys.exit(1)  # some paths were not measured; their rows say why
 
 
-def unable() -> str:
-    """Why nothing can be measured here, or nothing."""
-    missing = [name for name in ("torch", "vllm", "rich") if find_spec(name) is None]
+def unable(*needed: str) -> str:
+    """Why nothing can be measured here, or nothing.
+
+    Args:
+        needed: packages besides torch.
+    """
+    missing = [name for name in ("torch", "rich", *needed) if find_spec(name) is None]
     if missing:
         return f"needs {' and '.join(missing)} in this environment"
     import torch

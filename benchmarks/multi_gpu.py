@@ -189,7 +189,7 @@ def prepare(options: argparse.Namespace) -> str:
     if options.device == "cpu":
         options.gpus, options.machine = options.gpus or 2, "CPU, gloo"
         return ""
-    if why := gpu.unable():
+    if why := gpu.unable(*(["vllm"] if "engine" in options.parts.split(",") else [])):
         return why
     import torch
 

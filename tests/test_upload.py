@@ -94,8 +94,8 @@ class LazyDevice(HostDevice):
     def digests(self, lane, address, count, into):
         lane.put(lambda: HostDevice.digests(self, None, address, count, into))
 
-    def moves(self, into, out_of, length):
-        return LazyMoves(super().moves(into, out_of, length))
+    def moves(self, into, out_of, length, gentle=False):
+        return LazyMoves(super().moves(into, out_of, length, gentle))
 
 
 class Slot(Memory):

@@ -97,13 +97,16 @@ class Download:
 
     Args:
         window: bytes of each buffer.
+        gentle: whether something else that is in a hurry runs on the device meanwhile.
 
     Raises:
         NoRoomError: the device has none for them.
     """
 
-    def __init__(self, device: Device, window: int, buffers: int = _BUFFERS) -> None:
-        self.device, self.window = device, window
+    def __init__(
+        self, device: Device, window: int, buffers: int = _BUFFERS, gentle: bool = False
+    ) -> None:
+        self.device, self.window, self._gentle = device, window, gentle
         self.buffers = [device.empty(window) for _ in range(buffers)]
         self.lane = device.lane()
 
@@ -168,7 +171,8 @@ class Download:
         if plain.any():
             into = low + (self.buffers[which].data_ptr() - origin)
             out_of = addresses + low - begin
-            moves = self.device.moves(into[plain], out_of[plain], (high - low)[plain])
+            table = into[plain], out_of[plain], (high - low)[plain]
+            moves = self.device.moves(*table, gentle=self._gentle)
         conversions = []
         for index in np.flatnonzero(~plain).tolist():
             block = inside.start + index

@@ -33,6 +33,7 @@ from tests.live.processes import (
 from tests.schemes.nccl.on_gpus import pretend
 from weightsync.engines.module import ModuleEngine
 from weightsync.schemes.nccl import publisher, reader, topology
+from weightsync.schemes.nccl.group import Group
 
 SHAPE = {"nbytes": 24 << 20, "tensors": 6}
 """More buckets of 1 MiB than are under way at a time."""
@@ -146,6 +147,16 @@ def flip_on_arrival(state):
     put, reader.Reader._put = reader.Reader._put, flipped
 
 
+def fail_to_join_in(state):
+    """As of a group that torch has aborted by itself, because it heard of a member's death."""
+
+    def broken(self, buffer):
+        Group.broadcast = broadcast
+        raise ws.WeightSyncError("the communicator was aborted")
+
+    broadcast, Group.broadcast = Group.broadcast, broken
+
+
 # -------------------------------------------------------------------- losing receivers
 
 
@@ -207,6 +218,16 @@ def test_a_receiver_whose_transfer_hangs_while_it_answers(peer, scheme, sender):
         send(sender, 2, wait="applied", timeout=20)
     assert other.call(held) == (2, 2)
     send(sender, 3, wait="applied", receivers=["other"])
+
+
+def test_a_receiver_that_cannot_join_in_for_anothers_death_is_not_lost(peer, scheme, sender):
+    """H1: torch may know of a death before the sender does."""
+    unlucky, other = receivers(peer, scheme, "unlucky", "other")
+    send(sender, 1, wait="applied")
+    unlucky.call(fail_to_join_in)
+    assert send(sender, 2, wait="applied").behind() == ()
+    assert unlucky.call(held) == (2, 2)
+    assert other.call(held) == (2, 2)
 
 
 def test_all_receivers_die(peer, scheme, sender):

@@ -27,6 +27,10 @@ def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     With the device around it: to put back the stream of a thread that has used no GPU yet, torch
     would select the first one, and CUDA makes a context there, of hundreds of MiB.
     """
+    if stream == torch.cuda.current_stream(stream.device):
+        with torch.cuda.device(stream.device):
+            yield
+        return
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
@@ -209,10 +213,12 @@ class CUDADevice(Device):
             HostDevice().digests(HostDevice().current(), data.data_ptr(), count, found)
             into[:count].copy_(found)
 
-    def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
+    def moves(
+        self, into: Addresses, out_of: Addresses, length: Addresses, gentle: bool = False
+    ) -> Moves:
         if self.kernels is None:
             return CUDAMoves(self.place.index, into, out_of, length)
-        return KernelMoves(self.kernels.GPUMoves(self.place, into, out_of, length))
+        return KernelMoves(self.kernels.GPUMoves(self.place, into, out_of, length, gentle))
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:
         if not nbytes:

@@ -128,8 +128,14 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
-        """Copies within the device's memory, which do not overlap; lengths in bytes."""
+    def moves(
+        self, into: Addresses, out_of: Addresses, length: Addresses, gentle: bool = False
+    ) -> Moves:
+        """Copies within the device's memory, which do not overlap; lengths in bytes.
+
+        Args:
+            gentle: take longer, and leave most of the device to what runs beside them.
+        """
 
     @abstractmethod
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:

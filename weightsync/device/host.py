@@ -113,7 +113,9 @@ class HostDevice(Device):
 
         self._copier.each(count, work)
 
-    def moves(self, into: Addresses, out_of: Addresses, length: Addresses) -> Moves:
+    def moves(
+        self, into: Addresses, out_of: Addresses, length: Addresses, gentle: bool = False
+    ) -> Moves:
         return HostMoves(self._copier, into, out_of, length)
 
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:

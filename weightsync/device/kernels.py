@@ -1,10 +1,13 @@
-"""Two GPU kernels, in Triton, which comes with torch: XXH3 digests, and many copies as one.
+"""GPU kernels in Triton, which comes with torch: XXH3 digests, and many copies as one.
 
 Triton compiles them the first time, for which it needs a C compiler on the machine.
 
-A chunk is blocks of 1024 bytes to XXH3. What a block adds to the eight lanes does not depend on
-the lanes, only the step between two blocks does. So one warp takes the blocks of a chunk one after
-the other, many of them being loaded at a time, and chunks are taken side by side.
+A chunk is 1024 blocks of 1024 bytes to XXH3. What a block adds to the eight lanes does not depend
+on the lanes: these sums are made side by side, each by one thread. Only what happens between two
+blocks goes one after the other, for each chunk: that has only the sums to read.
+
+What runs beside something that is in a hurry keeps to a part of the GPU: a program that sits on
+every processor keeps NCCL's kernels waiting, whose blocks need most of one.
 """
 
 import functools
@@ -22,47 +25,96 @@ from weightsync.tensors import Addresses
 _LONGEST = 1 << 16
 """Bytes that one program of the copying kernel moves."""
 
-_AT_A_TIME = 11
-"""Blocks of a chunk that are loaded at a time; there are 93 times so many, and one."""
+_BLOCKS = CHUNK // 1024
+"""Of a chunk."""
 
-assert CHUNK // 1024 == 93 * _AT_A_TIME + 1
+_FEW = 48
+"""Programs that leave most of a large GPU, of 132 processors, to others. Three times as many bytes
+as NVLink carries pass through them."""
+
+_WARPS = 8
+"""Of a program that makes sums."""
+
+_AT_A_TIME = 31
+"""Sums of a chunk that are loaded at a time; there are 33 times so many, and one."""
+
+_SLICE = 256
+"""Chunks whose sums are kept at a time: 16 MiB, which a GPU's cache holds."""
+
+assert _BLOCKS == 33 * _AT_A_TIME + 1
 
 
-@triton.jit(do_not_specialize=["address", "into"])  # type: ignore[untyped-decorator]
-def _digest(  # type: ignore[no-untyped-def]
+@triton.jit
+def _product(keyed):  # type: ignore[no-untyped-def]
+    return (keyed & 0xFFFFFFFF) * (keyed >> 32)
+
+
+@triton.jit
+def _add(even, odd, word, keys, last_keys, is_last):  # type: ignore[no-untyped-def]
+    """A pair of lanes, and what two words add to them: the two trade words."""
+    first, second = tl.split(tl.load(word))
+    even += _product(first ^ tl.where(is_last, tl.load(last_keys), tl.load(keys))) + second
+    odd += _product(second ^ tl.where(is_last, tl.load(last_keys + 1), tl.load(keys + 1))) + first
+    return even, odd
+
+
+@triton.jit(do_not_specialize=["address", "sums", "tiles"])  # type: ignore[untyped-decorator]
+def _sum(  # type: ignore[no-untyped-def]
     address,
+    sums,
+    table,
+    tiles,
+    BLOCKS: tl.constexpr,
+    IN_CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """What each block adds to the lanes: a block is one thread's, so that no two trade words."""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        number = tile * BLOCKS + tl.arange(0, BLOCKS).to(tl.int64)
+        is_last = (number + 1) % IN_CHUNK == 0
+        block = (address.to(tl.int64) + number * 1024).to(tl.pointer_type(tl.uint64))
+        word = tl.multiple_of(block, ALIGNMENT)[:, None] + tl.arange(0, 2)[None, :]
+        into = (sums.to(tl.int64) + number * 64).to(tl.pointer_type(tl.uint64))
+        sum0 = tl.zeros((BLOCKS,), dtype=tl.uint64)
+        sum1, sum2, sum3, sum4, sum5, sum6, sum7 = sum0, sum0, sum0, sum0, sum0, sum0, sum0
+        for stripe in tl.static_range(16):
+            at, keys, last = word + stripe * 8, table + stripe, table + 24
+            ends = is_last & (stripe == 15)  # the stripe that ends a chunk has keys of its own
+            sum0, sum1 = _add(sum0, sum1, at, keys, last, ends)
+            sum2, sum3 = _add(sum2, sum3, at + 2, keys + 2, last + 2, ends)
+            sum4, sum5 = _add(sum4, sum5, at + 4, keys + 4, last + 4, ends)
+            sum6, sum7 = _add(sum6, sum7, at + 6, keys + 6, last + 6, ends)
+        tl.store(into, sum0)
+        tl.store(into + 1, sum1)
+        tl.store(into + 2, sum2)
+        tl.store(into + 3, sum3)
+        tl.store(into + 4, sum4)
+        tl.store(into + 5, sum5)
+        tl.store(into + 6, sum6)
+        tl.store(into + 7, sum7)
+
+
+@triton.jit(do_not_specialize=["sums", "into"])  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    sums,
     into,
     table,
     ROUNDS: tl.constexpr,
     UNROLL: tl.constexpr,
-    WORDS: tl.constexpr,
     PRIME: tl.constexpr,
     AVALANCHE: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
-    stripe = tl.arange(0, 16)[:, None]
-    lane = tl.arange(0, 8)[None, :]
     lanes = tl.arange(0, 8)
-    words = stripe * 8 + lane
-    crossed = stripe * 8 + (lane ^ 1)
-    data = (address.to(tl.int64) + chunk * (WORDS * 8)).to(tl.pointer_type(tl.uint64))
-    keys = tl.load(table + stripe + lane)
+    block = sums.to(tl.int64).to(tl.pointer_type(tl.uint64)) + chunk * ((ROUNDS * UNROLL + 1) * 8)
+    block += lanes
     scramble = tl.load(table + 16 + lanes)
     lane_sums = tl.load(table + 40 + lanes)
     for number in range(ROUNDS):
-        block = data + number * (UNROLL * 128)
         for part in tl.static_range(UNROLL):
-            key = tl.load(block + part * 128 + words) ^ keys
-            other = tl.load(block + part * 128 + crossed)
-            added = (key & 0xFFFFFFFF) * (key >> 32) + other
-            lane_sums += tl.sum(added, axis=0)
+            lane_sums += tl.load(block + (number * UNROLL + part) * 8)
             lane_sums = ((lane_sums ^ (lane_sums >> 47)) ^ scramble) * PRIME
-    # The last block: fifteen stripes, and one that ends the chunk under keys of its own.
-    block = data + ROUNDS * (UNROLL * 128)
-    last = tl.load(table + 24 + lane)
-    key = tl.load(block + words) ^ tl.where(stripe == 15, last, keys)
-    added = (key & 0xFFFFFFFF) * (key >> 32) + tl.load(block + crossed)
-    lane_sums += tl.sum(added, axis=0)
+    lane_sums += tl.load(block + ROUNDS * UNROLL * 8)
     mixed = lane_sums ^ tl.load(table + 32 + lanes)
     even, odd = tl.split(tl.reshape(mixed, (4, 2)))
     folded = (even * odd) ^ tl.umulhi(even, odd)
@@ -72,28 +124,31 @@ def _digest(  # type: ignore[no-untyped-def]
     tl.store(into.to(tl.int64).to(tl.pointer_type(tl.uint64)) + chunk, digest)
 
 
-@triton.jit(do_not_specialize=["base"])  # type: ignore[untyped-decorator]
-def _move(table, base, BYTES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64) * 3
-    into = tl.load(table + row)
-    out_of = tl.load(table + row + 1) + base
-    count = tl.load(table + row + 2)
+@triton.jit(do_not_specialize=["base", "rows"])  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    table, rows, base, BYTES: tl.constexpr, BLOCK: tl.constexpr
+):
     each = tl.arange(0, BLOCK)
-    if BYTES == 16:
-        # Two words at a time; all three are multiples of 16.
-        to = tl.multiple_of(into, 16).to(tl.pointer_type(tl.int64))
-        source = tl.multiple_of(out_of, 16).to(tl.pointer_type(tl.int64))
-        words = tl.multiple_of(count // 8, 2)
-        for begin in range(0, words, BLOCK):
-            at = begin + each
-            tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
-    else:
-        narrow_to = into.to(tl.pointer_type(tl.uint8))
-        narrow_source = out_of.to(tl.pointer_type(tl.uint8))
-        for begin in range(0, count, BLOCK):
-            at = begin + each
-            value = tl.load(narrow_source + at, mask=at < count)
-            tl.store(narrow_to + at, value, mask=at < count)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        entry = table + row * 3
+        into = tl.load(entry)
+        out_of = tl.load(entry + 1) + base
+        count = tl.load(entry + 2)
+        if BYTES == 16:
+            # Two words at a time; all three are multiples of 16.
+            to = tl.multiple_of(into, 16).to(tl.pointer_type(tl.int64))
+            source = tl.multiple_of(out_of, 16).to(tl.pointer_type(tl.int64))
+            words = tl.multiple_of(count // 8, 2)
+            for begin in range(0, words, BLOCK):
+                at = begin + each
+                tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+        else:
+            narrow_to = into.to(tl.pointer_type(tl.uint8))
+            narrow_source = out_of.to(tl.pointer_type(tl.uint8))
+            for begin in range(0, count, BLOCK):
+                at = begin + each
+                value = tl.load(narrow_source + at, mask=at < count)
+                tl.store(narrow_to + at, value, mask=at < count)
 
 
 @functools.cache
@@ -103,14 +158,28 @@ def _table(device: torch.device) -> torch.Tensor:
 
 def digest_chunks(address: int, count: int, into: torch.Tensor) -> None:
     """Queue digests on the current stream of the device of ``into``; see ``Device.digests``."""
-    if count:
-        _digest[(count,)](
-            address,
-            into.data_ptr(),
-            _table(into.device),
-            ROUNDS=93,
+    table = _table(into.device)
+    sums = torch.empty(min(count, _SLICE) * _BLOCKS * 8, dtype=torch.int64, device=into.device)
+    for first in range(0, count, _SLICE):
+        some = min(_SLICE, count - first)
+        begin = address + first * CHUNK
+        tiles = some * _BLOCKS // (32 * _WARPS)
+        _sum[(min(tiles, _FEW),)](
+            begin,
+            sums.data_ptr(),
+            table,
+            tiles,
+            BLOCKS=32 * _WARPS,
+            IN_CHUNK=_BLOCKS,
+            ALIGNMENT=8 if address % 16 else 16,
+            num_warps=_WARPS,
+        )
+        _finish[(some,)](
+            sums.data_ptr(),
+            into.data_ptr() + 8 * first,
+            table,
+            ROUNDS=33,
             UNROLL=_AT_A_TIME,
-            WORDS=CHUNK // 8,
             PRIME=xxh3.PRIME32[0],
             AVALANCHE=xxh3.AVALANCHE,
             num_warps=1,
@@ -129,11 +198,17 @@ def compile_moves(device: torch.device) -> None:
 
 
 class GPUMoves:
-    """A table of the copies in the GPU's memory, and a program for each row."""
+    """A table of the copies in the GPU's memory, and a program for each row; or a few for all."""
 
     def __init__(
-        self, device: torch.device, into: Addresses, out_of: Addresses, length: Addresses
+        self,
+        device: torch.device,
+        into: Addresses,
+        out_of: Addresses,
+        length: Addresses,
+        gentle: bool = False,
     ) -> None:
+        self._most = _FEW if gentle else None
         into, out_of, length = split(into, out_of, length, _LONGEST)
         aligned = (into | out_of | length) % 16 == 0
         self._tables = [
@@ -151,4 +226,6 @@ class GPUMoves:
     def run_on_current(self, base: int) -> None:
         """Queue them on torch's current stream. ``base`` is a multiple of 16."""
         for unit, table in self._tables:
-            _move[(len(table),)](table, base, BYTES=unit, BLOCK=2048, num_warps=4)
+            rows = len(table)
+            programs = min(rows, self._most or rows)
+            _move[(programs,)](table, rows, base, BYTES=unit, BLOCK=2048, num_warps=4)

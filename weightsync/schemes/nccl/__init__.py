@@ -41,8 +41,8 @@ class NCCLScheme(WeightSyncScheme):
         gpus_per_replica: processes of each, a number or one for each replica; checked when they
             connect. None: not checked.
         backend: ``"nccl"`` for GPUs, ``"gloo"`` for CPUs.
-        bucket_mb: MiB that travel at a time, a few of them under way; by default 8 with gloo and
-            64 with NCCL.
+        bucket_mb: MiB that travel at a time, four of them under way; by default 8 with gloo, and
+            with NCCL a thirty-second of the weights, from 64 to 256.
         buffers: versions that a receiving process has room for. With two it can go back to the
             last one if an update fails; with one it needs half the memory.
         memory: whose: ``"gpu"``, so that weights never leave the GPUs; ``"host"``, through which
@@ -136,8 +136,8 @@ class NCCLScheme(WeightSyncScheme):
 
     @property
     def bucket_size(self) -> int:
-        """Bytes."""
-        return (self.bucket_mb or (8 if self.backend == "gloo" else 64)) * _MB
+        """Bytes, at most."""
+        return (self.bucket_mb or (8 if self.backend == "gloo" else 256)) * _MB
 
     def device_here(self) -> torch.device:
         """What collectives of this process move.

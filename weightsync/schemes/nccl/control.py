@@ -30,7 +30,7 @@ from weightsync.schemes.nccl.endpoint import Endpoint
 Message = dict[str, Any]
 log = logging.getLogger("weightsync")
 
-PROTOCOL = "weightsync-nccl-1"
+PROTOCOL = "weightsync-nccl-2"
 MAX_HELLO = 1 << 16
 MAX_MESSAGE = 1 << 30
 """Bytes: a manifest of millions of tensors."""

@@ -19,8 +19,8 @@ from weightsync.errors import ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Pieces, corrupt, names_at
 
-_BLOCK = 8192
-"""Digests that one piece of the device's memory has room for: those of 8 GiB."""
+_BLOCK = 1 << 14
+"""Digests that one piece of the device's memory has room for: those of 16 GiB."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class NCCLPublisher(Publisher):
         scheme = self._scheme
         self._device = scheme.device_here()
         gpu = gpu_of(self._device)
-        self._windows = None if gpu is None else Windows(gpu, scheme.bucket_size)
+        exact = scheme.bucket_mb is not None
+        self._windows = None if gpu is None else Windows(gpu, scheme.bucket_size, exact)
         device = device_identity() if scheme.backend == "nccl" else ""
         where = Endpoint(scheme.master_address, scheme.port)
         if scheme.token is None and not is_loopback(where.host):
@@ -148,7 +149,7 @@ class NCCLPublisher(Publisher):
             inventory.manifest,
             self._device,
             deadline,
-            IN_FLIGHT if self._windows is None else windows.IN_FLIGHT,
+            *self._buckets(inventory.manifest.nbytes),
         )
         try:
             summary, streamed = self._send(transfer, inventory, version, deadline)
@@ -203,6 +204,12 @@ class NCCLPublisher(Publisher):
             )
         transfer.finish(None if self._windows is None else summary.digests)
         return summary, packed.seconds
+
+    def _buckets(self, nbytes: int) -> tuple[int, int]:
+        """Bytes of a bucket at most, and how many may be under way."""
+        if self._windows is None:
+            return self._scheme.bucket_size, IN_FLIGHT
+        return self._windows.size_for(nbytes), windows.IN_FLIGHT
 
     def _packed(
         self,

@@ -48,7 +48,7 @@ _DIRECT_IN_FLIGHT = 64
 
 HOST = HostDevice()
 
-_POLL = {"cuda": 0.0003, "cpu": 0.002}
+_POLL = {"cuda": 0.0002, "cpu": 0.002}
 """Seconds between two looks at what is under way. Over gloo a bucket takes several milliseconds,
 and looking costs of the cores that it needs."""
 
@@ -63,12 +63,18 @@ class _Abandoned(Exception):
 
 @dataclass
 class _Update:
-    """What is being received. ``slot`` is None if it failed: what comes is dropped then."""
+    """What is being received.
+
+    Attributes:
+        slot: None if it failed: what comes is dropped then.
+        digests: of all of it, as the sender wrote them.
+    """
 
     number: int
     version: Version
     slot: Slot | None
     dropped: Version | None
+    digests: str = ""
 
 
 @dataclass
@@ -230,6 +236,9 @@ class Reader:
             self._begin(connection, message)
         elif op == "bucket":
             self._post(message)
+        elif op == "digests":
+            if self._update is not None and self._update.number == message["update"]:
+                self._update.digests = str(message["digests"])
         elif op == "end":
             self._finish_all()
             self._end(connection, message)
@@ -319,8 +328,13 @@ class Reader:
             if len(payload) != nbytes:
                 raise ProtocolError(f"a part of {nbytes} bytes does not fit the bucket")
             arriving.parts.append(_Part(index, part["digests"], pieces, payload, direct))
-        arriving.works = [group.broadcast(part.payload) for part in arriving.parts]
         self._under_way.append(arriving)
+        try:
+            for each in arriving.parts:
+                arriving.works.append(group.broadcast(each.payload))
+        except WeightSyncError as error:  # another member is gone, which is no fault of ours
+            self._give_up()
+            self._say_failed(self._current, {"round": number}, error)
 
     def _buffer(self, group: Group, bucket: int, size: int) -> torch.Tensor:
         """The group's own: a collective of a group that was left may still write into its."""
@@ -360,6 +374,10 @@ class Reader:
     def _take(self, arriving: _Arriving) -> None:
         message = arriving.message
         connection = self._current
+        # In its place, and looked at when all have come: the sender need not wait for more.
+        early = message.get("digests_follow") and all(part.direct for part in arriving.parts)
+        if early:
+            self._say_took(connection, message)
         try:
             if self._update is not None and self._update.number == message["update"]:
                 for part in arriving.parts:
@@ -368,10 +386,14 @@ class Reader:
             self._fail_slot()
             self._say_failed(connection, {"update": message["update"]}, error)
             return
+        if not early:
+            self._say_took(connection, message)
+
+    @staticmethod
+    def _say_took(connection: Connection | None, message: Message) -> None:
         if connection is not None:
-            connection.tell(
-                {"op": "took", "update": message["update"], "bucket": message["number"]}
-            )
+            took = {"op": "took", "update": message["update"], "bucket": message["number"]}
+            connection.tell(took)
 
     def _put(self, part: _Part, message: Message) -> None:
         slot = self._update.slot if self._update is not None else None
@@ -429,19 +451,19 @@ class Reader:
         update = self._update
         if update is None or update.number != message["update"] or update.slot is None:
             return
-        self._compare(update.slot, message.get("digests"))
+        self._compare(update.slot, update.digests)
         self.staging.end(update.slot, update.version)
         self._update = None
         connection.tell({"op": "whole", "update": update.number})
 
-    def _compare(self, slot: Slot, text: str | None) -> None:
+    def _compare(self, slot: Slot, text: str) -> None:
         """
         Raises:
             CorruptError, ProtocolError: what has arrived is not what was sent.
         """
         digester, self._digester = self._digester, None
         if digester is not None and slot.layout is not None:
-            digester.compare(from_text(text or ""), slot.layout.manifest)
+            digester.compare(from_text(text), slot.layout.manifest)
 
     def _fail(self) -> None:
         """Forget what was being received."""

@@ -192,6 +192,7 @@ class Transfer:
     Args:
         replicas: who is to have it.
         update: a number that no other update of this sender has.
+        size: of a bucket at most, in bytes.
 
     Attributes:
         lost: id of a replica -> whether it is only late, and why it was left out.
@@ -208,6 +209,7 @@ class Transfer:
         manifest: Manifest,
         device: torch.device,
         deadline: Deadline,
+        size: int,
         in_flight: int = IN_FLIGHT,
     ) -> None:
         self._members = members
@@ -217,7 +219,7 @@ class Transfer:
         self._manifest = manifest
         self._device = device
         self._deadline = deadline
-        self._size = scheme.bucket_size
+        self._size = size
         # One that stops must leave time for the others.
         self._silence = min(scheme.peer_timeout, max(0.5, deadline.remaining / 3))
         self._replicas = list(replicas)
@@ -285,14 +287,15 @@ class Transfer:
             while self._under_way:
                 self._settle_oldest()
 
-        text = None if digests is None else to_text(digests)
+        if digests is not None:  # a long message, which is read while buckets are under way
+            text = to_text(digests)
+            self._tell({"op": "digests", "update": self._update, "digests": text})
 
         def end() -> None:
             settle_all()
             for peer in self._peers:
                 if peer.whole != self._update:
-                    message = {"op": "end", "update": self._update, "digests": text}
-                    peer.connection.tell(message)
+                    peer.connection.tell({"op": "end", "update": self._update})
             self._await(
                 lambda peer: peer.whole == self._update, "it has not said that all is there"
             )

@@ -23,8 +23,14 @@ from weightsync.schemes.nccl.digests import Digester
 from weightsync.source import Inventory
 from weightsync.tensors import Addresses
 
-IN_FLIGHT = 6
+IN_FLIGHT = 4
 """Buckets under way at a time: the words for one take about as long as the bytes of two."""
+
+LEAST = 64 << 20
+"""Bytes of a bucket whose size nobody has said, unless the weights are less."""
+
+_SHARE = 32
+"""Of such weights, rather one part in so many, up to what the scheme says."""
 
 _SMALL = 8
 """By how much buckets are smaller on a GPU that has little room left."""
@@ -41,27 +47,34 @@ class Windows:
     Args:
         size: of a bucket at most, in bytes; a multiple of 1 MiB. They are smaller if the GPU has
             little room left, or weights do not fill one.
+        exact: whether that was asked for. If not, buckets of small weights are smaller, so that
+            their buffers take an eighth of the weights.
     """
 
-    def __init__(self, device: Device, size: int) -> None:
-        self._device, self._size = device, size
+    def __init__(self, device: Device, size: int, exact: bool = True) -> None:
+        self._device, self._size, self._exact = device, size, exact
         self._digesting = device.lane()
         self._download: Download | None = None
         self._planned: tuple[Addresses, list[int], Plan] | None = None
+
+    def size_for(self, nbytes: int) -> int:
+        """Bytes of a bucket at most, for so many bytes of weights."""
+        most = self._size if self._exact else max(LEAST, nbytes // _SHARE)
+        return max(CHUNK, min(self._size, -(-min(most, nbytes) // CHUNK) * CHUNK))
 
     def _download_for(self, nbytes: int) -> Download:
         """
         Raises:
             NoRoomError: there is no room for the smallest buffers.
         """
-        wanted = max(CHUNK, min(self._size, -(-nbytes // CHUNK) * CHUNK))
+        wanted = self.size_for(nbytes)
         small = max(CHUNK, wanted // _SMALL // CHUNK * CHUNK)
         if self._download is None or self._download.window < small:
             self._download = self._planned = None
             try:
-                self._download = Download(self._device, wanted, IN_FLIGHT)
+                self._download = Download(self._device, wanted, IN_FLIGHT, gentle=True)
             except NoRoomError:
-                self._download = Download(self._device, small, IN_FLIGHT)
+                self._download = Download(self._device, small, IN_FLIGHT, gentle=True)
         return self._download
 
     def assemble(
@@ -150,17 +163,17 @@ class _BucketFlow(Flow):
     def send(self, which: int, origin: int, runs: Sequence[Run]) -> None:
         filled = self.turn().mark()
         buffer = self.download.buffers[which]
-        parts = []
-        for number, (begin, end) in enumerate(runs):
-            payload, pieces = buffer[begin - origin : end - origin], [(begin, end - begin)]
-            parts.append(Part(payload, True, end - begin, pieces))
-            if self.digester is not None:
-                digested = self.digester.add(self._count, number, payload, pieces, filled)
-                self._digested[which] = digested
+        parts = [
+            Part(buffer[begin - origin : end - origin], True, end - begin, [(begin, end - begin)])
+            for begin, end in runs
+        ]
         self.runs += runs
-        bucket = Bucket(self._count, parts, digests_follow=self.digester is not None)
+        self._send(Bucket(self._count, parts, digests_follow=self.digester is not None))
+        if self.digester is not None:  # while it is under way
+            for number, part in enumerate(parts):
+                digested = self.digester.add(self._count, number, part.payload, part.pieces, filled)
+                self._digested[which] = digested
         self._count += 1
-        self._send(bucket)
 
 
 class Assembled:
@@ -184,17 +197,18 @@ class Assembled:
         specs = self._manifest.tensors
         offsets = np.array([spec.offset for spec in specs], dtype=np.int64)
         ends = offsets + np.array([spec.nbytes for spec in specs], dtype=np.int64)
-        places: list[tuple[int, int, int]] = []
-        first = 0
-        for begin, end in self._runs:
-            low = int(np.searchsorted(ends, begin, side="right"))
-            high = int(np.searchsorted(offsets, end))
-            which = low + np.flatnonzero(ends[low:high] > offsets[low:high])
-            at = first + (np.maximum(offsets[which], begin) - begin) // CHUNK
-            upto = first - (begin - np.minimum(ends[which], end)) // CHUNK
-            places += zip(which.tolist(), at.tolist(), upto.tolist(), strict=True)
-            first += -(-(end - begin) // CHUNK)
-        return places
+        begin, end = np.array(self._runs, dtype=np.int64).reshape(-1, 2).T
+        chunks = -(-(end - begin) // CHUNK)
+        low = np.searchsorted(ends, begin, side="right")
+        count = np.searchsorted(offsets, end) - low
+        run = np.repeat(np.arange(len(begin)), count)
+        which = low[run] + np.arange(len(run)) - (np.cumsum(count) - count)[run]
+        some = ends[which] > offsets[which]
+        run, which = run[some], which[some]
+        first, begin, end = (np.cumsum(chunks) - chunks)[run], begin[run], end[run]
+        at = first + (np.maximum(offsets[which], begin) - begin) // CHUNK
+        upto = first - (begin - np.minimum(ends[which], end)) // CHUNK
+        return list(zip(which.tolist(), at.tolist(), upto.tolist(), strict=True))
 
 
 def _tensors(inventory: Inventory, numbers: Sequence[int]) -> list[torch.Tensor]:
