@@ -43,7 +43,7 @@ COUNTS = (1, 3, 7)
 LOST_SHAPE = "1b"
 """For the receiver that is killed: large enough for a transfer to have a middle."""
 
-BUCKETS = (128, 256)
+BUCKETS = (64, 512)
 """MiB, besides the default; to one receiver."""
 
 KILLED_AT = 10
