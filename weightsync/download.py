@@ -152,11 +152,18 @@ class Download:
             )
             if inside.start < inside.stop:
                 which = len(windows) % len(self.buffers)
-                windows.append(self._window(blocks, source, inside, origin, which))
+                gentle = self._gentle and bool(windows)  # nothing runs yet beside the first
+                windows.append(self._window(blocks, source, inside, origin, which, gentle))
         return Plan(blocks, windows)
 
     def _window(
-        self, blocks: Blocks, source: Addresses, inside: slice, origin: int, which: int
+        self,
+        blocks: Blocks,
+        source: Addresses,
+        inside: slice,
+        origin: int,
+        which: int,
+        gentle: bool,
     ) -> Window:
         begin, end, addresses = blocks.begin[inside], blocks.end[inside], source[inside]
         low, high = np.maximum(begin, origin), np.minimum(end, origin + self.window)
@@ -172,7 +179,7 @@ class Download:
             into = low + (self.buffers[which].data_ptr() - origin)
             out_of = addresses + low - begin
             table = into[plain], out_of[plain], (high - low)[plain]
-            moves = self.device.moves(*table, gentle=self._gentle)
+            moves = self.device.moves(*table, gentle)
         conversions = []
         for index in np.flatnonzero(~plain).tolist():
             block = inside.start + index

@@ -42,7 +42,7 @@ class NCCLScheme(WeightSyncScheme):
             connect. None: not checked.
         backend: ``"nccl"`` for GPUs, ``"gloo"`` for CPUs.
         bucket_mb: MiB that travel at a time, four of them under way; by default 8 with gloo, and
-            with NCCL a thirty-second of the weights, from 64 to 256.
+            with NCCL a sixteenth of the weights, from 64 to 256.
         buffers: versions that a receiving process has room for. With two it can go back to the
             last one if an update fails; with one it needs half the memory.
         memory: whose: ``"gpu"``, so that weights never leave the GPUs; ``"host"``, through which

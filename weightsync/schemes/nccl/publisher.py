@@ -152,7 +152,7 @@ class NCCLPublisher(Publisher):
             *self._buckets(inventory.manifest.nbytes),
         )
         try:
-            summary, streamed = self._send(transfer, inventory, version, deadline)
+            summary, changed, streamed = self._send(transfer, inventory, version, deadline)
         except BaseException as error:
             transfer.cancel(orderly=isinstance(error, Exception))
             members.retract(member.id for member in targets)
@@ -162,7 +162,6 @@ class NCCLPublisher(Publisher):
                 said = "; ".join(f"receiver {r.receiver!r}: {r.error}" for r in failures)
                 raise ReceiverError(f"version {version} reached nobody: {said}", failures) from None
             raise
-        changed = summary.changed_since(self._summary)
         self._last, self._summary = version, summary
         members.newest = newest(version, inventory.manifest)
         for member in transfer.replicas:
@@ -184,8 +183,8 @@ class NCCLPublisher(Publisher):
 
     def _send(
         self, transfer: Transfer, inventory: Inventory, version: Version, deadline: Deadline
-    ) -> tuple[Summary, float]:
-        """Returns what was sent, and the seconds that the source took."""
+    ) -> tuple[Summary, int | None, float]:
+        """Returns what was sent, how many tensors differ, and the seconds that the source took."""
         transfer.begin()
 
         def send(bucket: Bucket) -> None:
@@ -202,8 +201,9 @@ class NCCLPublisher(Publisher):
                 f"version {version.number} was published before with other weights: "
                 "receivers that hold it would never see these; use a newer number"
             )
+        changed = summary.changed_since(self._summary)  # while the last buckets are under way
         transfer.finish(None if self._windows is None else summary.digests)
-        return summary, packed.seconds
+        return summary, changed, packed.seconds
 
     def _buckets(self, nbytes: int) -> tuple[int, int]:
         """Bytes of a bucket at most, and how many may be under way."""

@@ -225,6 +225,7 @@ class Transfer:
         self._replicas = list(replicas)
         self._peers: list[Peer] = []
         self._round = -1
+        self._ready = -1
         self._group: Group | None = None
         self._in_flight = in_flight
         self._buffers: list[torch.Tensor] = []
@@ -240,7 +241,7 @@ class Transfer:
         return self._replicas
 
     def begin(self) -> None:
-        """Build the group and have everybody ready.
+        """Build the group and have everybody get ready, which the first bucket waits for.
 
         Raises:
             WeightSyncError: nobody is left.
@@ -292,6 +293,7 @@ class Transfer:
             self._tell({"op": "digests", "update": self._update, "digests": text})
 
         def end() -> None:
+            self._require_ready()
             settle_all()
             for peer in self._peers:
                 if peer.whole != self._update:
@@ -431,6 +433,14 @@ class Transfer:
                 message["manifest"] = document
             peer.connection.tell(message)
             peer.fingerprint = self._manifest.fingerprint
+
+    def _require_ready(self) -> None:
+        """
+        Raises:
+            Lost: some do not get ready, or cannot.
+        """
+        if self._ready == self._round:
+            return
         self._await(
             lambda peer: peer.ready == (self._update, self._round) or peer.busy == self._update,
             "it does not get ready",
@@ -439,6 +449,7 @@ class Transfer:
         busy = [peer for peer in self._peers if peer.busy == self._update]
         if busy:
             raise Lost(dict.fromkeys(busy, _BUSY), late=True)
+        self._ready = self._round
 
     def _patience(self) -> float:
         """Seconds for a slow receiver to free a buffer; the others wait with it."""
@@ -452,6 +463,7 @@ class Transfer:
 
     def _post(self, bucket: Bucket) -> None:
         assert self._group is not None
+        self._require_ready()
         message = {
             **bucket.message(),
             "update": self._update,

@@ -29,7 +29,7 @@ IN_FLIGHT = 4
 LEAST = 64 << 20
 """Bytes of a bucket whose size nobody has said, unless the weights are less."""
 
-_SHARE = 32
+_SHARE = 16
 """Of such weights, rather one part in so many, up to what the scheme says."""
 
 _SMALL = 8
@@ -48,7 +48,7 @@ class Windows:
         size: of a bucket at most, in bytes; a multiple of 1 MiB. They are smaller if the GPU has
             little room left, or weights do not fill one.
         exact: whether that was asked for. If not, buckets of small weights are smaller, so that
-            their buffers take an eighth of the weights.
+            their buffers take a quarter of the weights.
     """
 
     def __init__(self, device: Device, size: int, exact: bool = True) -> None:
