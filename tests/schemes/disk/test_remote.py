@@ -82,6 +82,14 @@ def test_errors_do_not_tell_who_may_use_the_store(tmp_path):
         assert "memory://***@" in text
 
 
+def test_a_scheme_is_shown_without_user_and_password():
+    scheme = ws.DiskScheme("memory://me:hush@bucket/run")
+    shown = repr(ws.FallbackScheme([scheme]))
+    assert "DiskScheme(path='memory://***@bucket/run', keep=3," in shown
+    assert "hush" not in shown
+    assert "hush" in scheme.to_url()
+
+
 # -------------------------------------------------------------------- versions
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -93,6 +93,10 @@ class DiskScheme(WeightSyncScheme):
             raise SchemeError(f"direct={self.direct!r}: True, False or None")
         if self.threads is not None:
             require_int("threads", self.threads)
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        return without_secrets(f"{type(self).__name__}({told})")  # of an object store's URL
 
     @property
     def is_remote(self) -> bool:
