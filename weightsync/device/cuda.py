@@ -71,8 +71,12 @@ class CUDALane(Lane):
             )
 
     def empty(self, count: int) -> torch.Tensor:
-        with _on(self.stream):  # torch keeps memory apart for each
-            return torch.empty(count, dtype=torch.int64, device=self.stream.device)
+        place = self.stream.device
+        try:
+            with _on(self.stream):  # torch keeps memory apart for each
+                return torch.empty(count, dtype=torch.int64, device=place)
+        except torch.cuda.OutOfMemoryError:
+            raise NoRoomError(f"{place} has no room for {8 * count:,} bytes") from None
 
     def after(self, mark: Mark) -> None:
         if isinstance(mark, CUDAMark):

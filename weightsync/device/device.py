@@ -47,7 +47,11 @@ class Lane(ABC):
     @abstractmethod
     def empty(self, count: int) -> torch.Tensor:
         """int64[count] on the device, for use on this lane only: whatever other lanes have queued
-        is not waited for."""
+        is not waited for.
+
+        Raises:
+            NoRoomError: there is too little memory.
+        """
 
     @abstractmethod
     def after(self, mark: Mark) -> None:
@@ -123,8 +127,11 @@ class Device(ABC):
         """Queue the XXH3-64 digests of ``count`` whole chunks of :data:`~weightsync.chunks.CHUNK`.
 
         Args:
-            address: of the first, in the device's memory, aligned to 8 bytes.
+            address: of the first, in the device's memory, aligned to 16 bytes.
             into: int64[count] on the device, taken as unsigned.
+
+        Raises:
+            NoRoomError: there is too little memory to make them in.
         """
 
     @abstractmethod

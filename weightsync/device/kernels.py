@@ -20,6 +20,7 @@ import triton.language as tl
 from weightsync.chunks import CHUNK
 from weightsync.device import xxh3
 from weightsync.device.device import split
+from weightsync.errors import NoRoomError
 from weightsync.tensors import Addresses
 
 _LONGEST = 1 << 16
@@ -40,6 +41,9 @@ _AT_A_TIME = 31
 
 _SLICE = 256
 """Chunks whose sums are kept at a time: 16 MiB, which a GPU's cache holds."""
+
+_SHORT = 16
+"""The same on a GPU that is full: 1 MiB, for which torch mostly needs none of the GPU's memory."""
 
 assert _BLOCKS == 33 * _AT_A_TIME + 1
 
@@ -66,14 +70,13 @@ def _sum(  # type: ignore[no-untyped-def]
     tiles,
     BLOCKS: tl.constexpr,
     IN_CHUNK: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
 ):
     """What each block adds to the lanes: a block is one thread's, so that no two trade words."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         number = tile * BLOCKS + tl.arange(0, BLOCKS).to(tl.int64)
         is_last = (number + 1) % IN_CHUNK == 0
         block = (address.to(tl.int64) + number * 1024).to(tl.pointer_type(tl.uint64))
-        word = tl.multiple_of(block, ALIGNMENT)[:, None] + tl.arange(0, 2)[None, :]
+        word = tl.multiple_of(block, 16)[:, None] + tl.arange(0, 2)[None, :]
         into = (sums.to(tl.int64) + number * 64).to(tl.pointer_type(tl.uint64))
         sum0 = tl.zeros((BLOCKS,), dtype=tl.uint64)
         sum1, sum2, sum3, sum4, sum5, sum6, sum7 = sum0, sum0, sum0, sum0, sum0, sum0, sum0
@@ -156,12 +159,40 @@ def _table(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(xxh3.table(CHUNK)).to(device)
 
 
+_full: set[torch.device] = set()
+"""Where there was no room once. It is not asked for again: before torch says so, it has given back
+all that it keeps, and waited for the whole GPU."""
+
+
+def _room_for_sums(count: int, device: torch.device) -> torch.Tensor:
+    """Memory of the current stream's, for as many chunks as there is room for, up to ``count``.
+
+    Raises:
+        NoRoomError: there is too little even for a few.
+    """
+    if device not in _full:
+        try:
+            return _sums(min(count, _SLICE), device)
+        except torch.cuda.OutOfMemoryError:
+            _full.add(device)
+    try:
+        return _sums(min(count, _SHORT), device)
+    except torch.cuda.OutOfMemoryError:
+        raise NoRoomError(f"{device} has no room to make digests in") from None
+
+
+def _sums(chunks: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((chunks, _BLOCKS, 8), dtype=torch.int64, device=device)
+
+
 def digest_chunks(address: int, count: int, into: torch.Tensor) -> None:
     """Queue digests on the current stream of the device of ``into``; see ``Device.digests``."""
+    if not count:
+        return
     table = _table(into.device)
-    sums = torch.empty(min(count, _SLICE) * _BLOCKS * 8, dtype=torch.int64, device=into.device)
-    for first in range(0, count, _SLICE):
-        some = min(_SLICE, count - first)
+    sums = _room_for_sums(count, into.device)
+    for first in range(0, count, len(sums)):
+        some = min(len(sums), count - first)
         begin = address + first * CHUNK
         tiles = some * _BLOCKS // (32 * _WARPS)
         _sum[(min(tiles, _FEW),)](
@@ -171,7 +202,6 @@ def digest_chunks(address: int, count: int, into: torch.Tensor) -> None:
             tiles,
             BLOCKS=32 * _WARPS,
             IN_CHUNK=_BLOCKS,
-            ALIGNMENT=8 if address % 16 else 16,
             num_warps=_WARPS,
         )
         _finish[(some,)](

@@ -204,10 +204,12 @@ def test_digests_of_something_else_are_refused():
         there.compare(np.zeros(0, dtype=np.uint64), manifest)
 
 
-def test_memory_that_a_gpu_cannot_read_in_words_is_refused():
+@pytest.mark.parametrize("begin", [3, 8])
+def test_memory_that_a_gpu_cannot_read_in_words_is_refused(begin):
+    """It reads two at a time, of 8 bytes."""
     memory = HOST.empty(2 * MIB)
     with pytest.raises(ProtocolError, match="between two words"):
-        Digester(HOST, HOST.lane()).add(0, 0, memory[3 : 3 + MIB], [(3, MIB)])
+        Digester(HOST, HOST.lane()).add(0, 0, memory[begin : begin + MIB], [(begin, MIB)])
 
 
 def test_digests_as_text():

@@ -71,10 +71,10 @@ class Digester:
             When they are done: the memory may be another's then.
 
         Raises:
-            ProtocolError: a GPU could not read there.
+            ProtocolError: a GPU could not read there. NoRoomError: it is full.
         """
         address, whole = payload.data_ptr(), len(payload) // CHUNK
-        if address % 8:
+        if address % 16:
             raise ProtocolError("a bucket has a part that begins between two words")
         if after is not None:
             self._lane.after(after)
