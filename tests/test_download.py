@@ -287,6 +287,23 @@ def test_a_plan_keeps_no_tensor_alive(download):
     assert [ref() for ref in refs] == [None, None]
 
 
+@pytest.mark.parametrize("gentle", [False, True])
+def test_only_copies_beside_something_else_are_gentle(gentle):
+    """And the first window, which all else waits for, never is."""
+
+    class Asked(HostDevice):
+        def moves(self, into, out_of, length, gentle=False):
+            asked.append(gentle)
+            return super().moves(into, out_of, length, gentle)
+
+    asked = []
+    tensors = [torch.zeros(4 * CHUNK, dtype=torch.uint8)]
+    specs = list(Manifest.build([("w", torch.uint8, tensors[0].shape)]).tensors)
+    download = Download(Asked(), CHUNK, gentle=gentle)
+    download.plan(Blocks.of(specs, [0], [4 * CHUNK]), tensors)
+    assert asked == [False, gentle, gentle, gentle]
+
+
 class SmallDevice(HostDevice):
     """Has no room for more than some bytes at a time."""
 

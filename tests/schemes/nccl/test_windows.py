@@ -11,11 +11,13 @@ import weightsync as ws
 from tests.conftest import as_bytes
 from tests.schemes.nccl.on_gpus import pretend
 from tests.schemes.nccl.some_weights import MIB, mixed
+from tests.test_upload import LazyDevice
 from weightsync.deadline import Deadline
 from weightsync.device import device_of
 from weightsync.device.host import HostDevice
-from weightsync.errors import CorruptError, NoRoomError, ProtocolError
+from weightsync.errors import CorruptError, NoRoomError, ProtocolError, WeightSyncError
 from weightsync.schemes.nccl import publisher, reader
+from weightsync.schemes.nccl import windows as windows_module
 from weightsync.schemes.nccl.buckets import Bucket
 from weightsync.schemes.nccl.digests import Digester, from_text, to_text
 from weightsync.schemes.nccl.windows import IN_FLIGHT, Windows
@@ -141,10 +143,100 @@ def test_versions_take_no_new_lanes():
     assert gpu.taken == before
 
 
+class Gentle(HostDevice):
+    """Notes of which copies it was asked to be gentle in."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def moves(self, into, out_of, length, gentle=False):
+        self.asked.append(gentle)
+        return super().moves(into, out_of, length, gentle)
+
+
+def test_copies_beside_a_broadcast_are_gentle():
+    gpu = Gentle()
+    windows = Windows(gpu, MIB)
+    for seed in range(2):
+        _, _, messages, *_ = assemble(mixed(seed), windows=windows)
+    assert len(gpu.asked) == 2 * len(messages)  # other tensors, so other copies
+    assert gpu.asked == [False, *[True] * (len(messages) - 1)] * 2
+
+
+# -------------------------------------------------------------------- how large buckets are
+
+
+def test_a_size_that_was_asked_for_is_kept_to():
+    windows = Windows(HOST, 512 * MIB, exact=True)
+    sizes = [windows.size_for(n) for n in (0, 1, 3 * MIB + 1, 2000 * MIB, 1 << 40)]
+    assert sizes == [MIB, MIB, 4 * MIB, 512 * MIB, 512 * MIB]
+
+
+def test_buckets_of_small_weights_are_smaller():
+    windows = Windows(HOST, 256 * MIB, exact=False)
+    for nbytes, mib in [
+        (0, 1),
+        (3 * MIB + 1, 4),
+        (64 * MIB + 1, 64),
+        (1024 * MIB, 64),
+        (1600 * MIB + 1, 100),
+        (1600 * MIB + 16, 101),
+        (4096 * MIB, 256),
+        (1 << 40, 256),
+    ]:
+        assert windows.size_for(nbytes) == mib * MIB, nbytes
+
+
+def test_buckets_are_never_larger_than_was_said(monkeypatch):
+    """Receivers have buffers of the size that is said, if they keep versions in host memory."""
+    monkeypatch.setattr(windows_module, "LEAST", MIB)
+    windows = Windows(HOST, 8 * MIB, exact=False)
+    largest = []
+    for mib in (1, 2, 64, 2, 40, 128):
+        weights = {"w": torch.zeros(mib * MIB, dtype=torch.uint8)}
+        said = windows.size_for(mib * MIB)
+        _, _, messages, *_ = assemble(weights, said, windows=windows)
+        largest.append(max(part["nbytes"] for message in messages for part in message["parts"]))
+    assert [nbytes // MIB for nbytes in largest] == [1, 1, 4, 2, 4, 8]
+
+
+def test_engines_follow_weights_that_shrink(on_gpus, monkeypatch):
+    monkeypatch.setattr(windows_module, "LEAST", MIB)
+    target = {name: torch.zeros(4 * MIB) for name in "ab"}
+    scheme = ws.NCCLScheme(backend="gloo", memory="host")
+    receiver = scheme.create_receiver(target, strict=False)
+    with scheme.create_sender() as sender, receiver:
+        sender.connect()
+        receiver.connect()
+        for number, names in enumerate(["ab", "a", "b", "ab"], 1):
+            weights = {name: torch.full_like(target[name], number) for name in names}
+            sender.update_weights(weights, version=number)
+            receiver.poll_and_apply(10)
+            for name in names:
+                assert torch.equal(target[name], weights[name])
+
+
+@pytest.mark.parametrize(("asked", "size"), [(None, MIB), (3, 3 * MIB)])
+def test_a_scheme_asks_for_a_size_or_does_not(on_gpus, monkeypatch, asked, size):
+    monkeypatch.setattr(windows_module, "LEAST", MIB)
+    publisher = ws.NCCLScheme(backend="gloo", bucket_mb=asked).create_publisher()
+    publisher.open(Deadline(10))
+    try:
+        assert publisher._buckets(16 * MIB) == (size, IN_FLIGHT)
+    finally:
+        publisher.close()
+
+
 class SmallGPU(HostDevice):
-    """Has room for small buffers only."""
+    """Has room for small buffers only; notes what it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
 
     def empty(self, nbytes):
+        self.asked.append(nbytes)
         if nbytes > MIB:
             raise NoRoomError("it is full")
         return super().empty(nbytes)
@@ -152,18 +244,71 @@ class SmallGPU(HostDevice):
 
 def test_a_gpu_with_little_room_has_smaller_buckets():
     weights = mixed()
-    inventory = as_source(weights).inventory()
-    sizes = []
-    windows = Windows(SmallGPU(), 8 * MIB)
-    windows.assemble(
-        inventory,
-        lambda bucket: sizes.append(sum(part.nbytes for part in bucket.parts)),
-        lambda buffer: None,
-        True,
-        Deadline(30),
+    gpu = SmallGPU()
+    windows = Windows(gpu, 8 * MIB)
+    for _ in range(2):  # the second time it is not asked for more
+        manifest, slot, messages, *_ = assemble(weights, windows=windows)
+        assert_arrived(weights, manifest, slot)
+        assert len(messages) == -(-manifest.nbytes // MIB)
+        assert gpu.asked == [8 * MIB, *[MIB] * IN_FLIGHT]
+
+
+# -------------------------------------------------------------------- buffers that are used again
+
+
+class LateDigests(LazyDevice):
+    """Digests when somebody waits for them, and not before; copies at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def moves(self, *what):
+        return HostDevice.moves(self, *what)
+
+    def digests(self, lane, address, count, into):
+        self.done.append("digest")
+        super().digests(lane, address, count, into)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_buffer_is_filled_again_only_after_its_digests(streamed):
+    weights = {f"w{n}": torch.randn(MIB // 4) for n in range(3 * IN_FLIGHT)}
+    entries = [(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+    options = SourceOptions(manifest=ws.Manifest.build(entries))
+    windows = Windows(LateDigests(), MIB)
+    given = iter(weights.items()) if streamed else weights
+    manifest, _, messages, there, summary = assemble(given, options=options, windows=windows)
+    assert len(messages) == len(weights)
+    there.compare(summary.digests, manifest)
+
+
+def test_a_bucket_leaves_before_it_is_digested():
+    gpu = LateDigests()
+    inventory = as_source({"w": torch.randn(MIB)}).inventory()
+    Windows(gpu, MIB).assemble(
+        inventory, lambda bucket: gpu.done.append("send"), lambda buffer: None, True, Deadline(30)
     )
-    assert max(sizes) == MIB
-    assert sum(sizes) == inventory.manifest.nbytes
+    assert gpu.done == ["send", "digest"] * 4
+
+
+@pytest.mark.parametrize("error", [WeightSyncError, KeyboardInterrupt])
+def test_nothing_is_digested_any_more_after_an_error(error):
+    gpu = LateDigests()
+    windows = Windows(gpu, MIB)
+    inventory = as_source({"w": torch.randn(2 * MIB)}).inventory()
+
+    def send(bucket):
+        if bucket.number == 3:
+            raise error
+
+    with pytest.raises(error):
+        windows.assemble(inventory, send, lambda buffer: None, True, Deadline(30))
+    assert gpu.done == ["digest"] * 3
+    assert all(lane.finished == lane.queued for lane in gpu.lanes)
+    manifest, slot, _, there, summary = assemble(mixed(), windows=windows)
+    assert_arrived(mixed(), manifest, slot)
+    there.compare(summary.digests, manifest)
 
 
 def test_a_buffer_is_filled_again_only_when_it_was_let_go():

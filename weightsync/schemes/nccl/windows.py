@@ -55,12 +55,18 @@ class Windows:
         self._device, self._size, self._exact = device, size, exact
         self._digesting = device.lane()
         self._download: Download | None = None
+        self._wanted = 0
         self._planned: tuple[Addresses, list[int], Plan] | None = None
 
     def size_for(self, nbytes: int) -> int:
-        """Bytes of a bucket at most, for so many bytes of weights."""
+        """Bytes of a bucket at most, for so many bytes of weights: receivers' buffers are as long.
+
+        Buffers that larger weights had before are kept, and filled.
+        """
         most = self._size if self._exact else max(LEAST, nbytes // _SHARE)
-        return max(CHUNK, min(self._size, -(-min(most, nbytes) // CHUNK) * CHUNK))
+        held = 0 if self._download is None else self._download.window
+        whole = -(-min(max(most, held), nbytes) // CHUNK) * CHUNK
+        return max(CHUNK, min(self._size, whole))
 
     def _download_for(self, nbytes: int) -> Download:
         """
@@ -68,12 +74,13 @@ class Windows:
             NoRoomError: there is no room for the smallest buffers.
         """
         wanted = self.size_for(nbytes)
-        small = max(CHUNK, wanted // _SMALL // CHUNK * CHUNK)
-        if self._download is None or self._download.window < small:
+        if self._download is None or self._wanted < wanted:
             self._download = self._planned = None
+            self._wanted = wanted  # if there is no room, it is not asked for each time
             try:
                 self._download = Download(self._device, wanted, IN_FLIGHT, gentle=True)
             except NoRoomError:
+                small = max(CHUNK, wanted // _SMALL // CHUNK * CHUNK)
                 self._download = Download(self._device, small, IN_FLIGHT, gentle=True)
         return self._download
 
