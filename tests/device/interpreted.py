@@ -103,3 +103,16 @@ def test_gentle_copies_are_a_few_programs(kernels, monkeypatch, gentle):
     rows = np.arange(1, 101) * 64
     kernels.GPUMoves(torch.device("cpu"), rows, rows, rows * 0 + 16, gentle).run_on_current(0)
     assert grids == [(kernels._FEW if gentle else 100,)]
+
+
+def test_all_forms_of_the_copies_are_compiled_at_the_start(kernels, monkeypatch):
+    """Whether words or bytes; whether the base is an address, or none and so a smaller type."""
+    forms = set()
+
+    class Recording:
+        def __getitem__(self, grid):
+            return lambda table, rows, base, BYTES, **_: forms.add((BYTES, base >= 1 << 31))
+
+    monkeypatch.setattr(kernels, "_move", Recording())
+    kernels.compile_moves(torch.device("cpu"))
+    assert forms == {(16, False), (16, True), (1, False), (1, True)}
