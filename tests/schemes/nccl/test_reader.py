@@ -1,6 +1,7 @@
 """A reader that hears what no sender of ours says: it goes on, and its buffers stay usable."""
 
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import weightsync as ws
 from tests.conftest import WAIT
 from weightsync.deadline import Deadline
+from weightsync.errors import NoRoomError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.control import Server
 from weightsync.schemes.nccl.endpoint import Endpoint
@@ -71,3 +73,15 @@ def test_one_that_has_nothing_to_do_has_memory_ready_for_the_next_version():
     scheme = ws.NCCLScheme(backend="gloo", buffers=3)
     _, whole = answers(scheme, begin(1, [1, 1]), end, then=see)
     assert whole == {"op": "whole", "update": 1}
+
+
+def test_a_gpu_without_room_for_buckets_says_what_helps(monkeypatch):
+    def full(*sizes, **options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    reader = SimpleNamespace(_device=torch.device("cuda:3"))
+    group = SimpleNamespace(buffers=[torch.zeros(2)])
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(NoRoomError, match=r"cuda:3 has no room for 3 buckets.*bucket_mb="):
+        Reader._buffer(reader, group, 0, 1)
+    assert group.buffers == []

@@ -23,7 +23,7 @@ from weightsync.chunks import Copier
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.device import Device, Lane, settle
 from weightsync.device.host import HostDevice
-from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.errors import NoRoomError, ProtocolError, WeightSyncError
 from weightsync.manifest import ALIGNMENT
 from weightsync.schemes.nccl.buckets import Bounce, Pieces, check, unpack, verify
 from weightsync.schemes.nccl.control import Connection, Message
@@ -337,11 +337,23 @@ class Reader:
             self._say_failed(self._current, {"round": number}, error)
 
     def _buffer(self, group: Group, bucket: int, size: int) -> torch.Tensor:
-        """The group's own: a collective of a group that was left may still write into its."""
+        """The group's own: a collective of a group that was left may still write into its.
+
+        Raises:
+            NoRoomError: the GPU is full.
+        """
         if not group.buffers or len(group.buffers[0]) != size:
-            group.buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(IN_FLIGHT)
-            ]
+            group.buffers = []  # never both at a time
+            try:
+                group.buffers = [
+                    torch.empty(size, dtype=torch.uint8, device=self._device)
+                    for _ in range(IN_FLIGHT)
+                ]
+            except torch.cuda.OutOfMemoryError:
+                raise NoRoomError(
+                    f"{self._device} has no room for {IN_FLIGHT} buckets of {size:,} bytes on "
+                    "their way to host memory: a smaller bucket_mb= at the sender needs less"
+                ) from None
         return group.buffers[bucket % IN_FLIGHT]
 
     def _take_oldest(self) -> None:
