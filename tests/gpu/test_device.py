@@ -5,6 +5,7 @@ import mmap
 import multiprocessing
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -62,25 +63,55 @@ def test_kernels_that_were_made_are_trusted_every_time():
         assert type(device_of(torch.device("cuda", 0)))(0).kernels is not None
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_digests_are_those_of_the_processor(device, kernels, monkeypatch):
-    if not kernels:
-        monkeypatch.setattr(device, "kernels", None)
-    count = 70
+def digested(device, lane, count, do=lambda call, *arguments: call(*arguments)):
+    """Digests made on a lane of the device, and by the processor."""
     data = torch.randint(0, 256, (count * CHUNK,), dtype=torch.uint8, device="cuda")
     found = torch.zeros(count, dtype=torch.int64, device="cuda")
-    lane = device.lane()
     torch.cuda.synchronize()
-    device.digests(lane, data.data_ptr(), count, found)
+    do(device.digests, lane, data.data_ptr(), count, found)
     lane.wait()
     host = data.cpu().numpy()
     wanted = [xxh3_64_intdigest(host[n * CHUNK : (n + 1) * CHUNK]) for n in range(count)]
-    assert found.cpu().numpy().view(np.uint64).tolist() == wanted
+    return found.cpu().numpy().view(np.uint64).tolist(), wanted
+
+
+@pytest.mark.parametrize("count", [0, 1, 70, 256, 300])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_digests_are_those_of_the_processor(device, kernels, count, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(device, "kernels", None)
+    found, wanted = digested(device, device.lane(), count)
+    assert found == wanted
+
+
+def test_a_gpu_that_is_full_digests_in_less_memory(device, monkeypatch):
+    def little(chunks, place):
+        if chunks > device.kernels._SHORT:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return sums(chunks, place)
+
+    sums = device.kernels._sums
+    monkeypatch.setattr(device.kernels, "_sums", little)
+    monkeypatch.setattr(device.kernels, "_full", set())
+    found, wanted = digested(device, device.lane(), 70)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("lane", ["current", "lane"])
+def test_a_thread_that_has_used_no_gpu_digests(device, lane):
+    with ThreadPoolExecutor(1) as thread:
+
+        def elsewhere(call, *arguments):
+            thread.submit(call, *arguments).result()
+
+        found, wanted = digested(device, getattr(device, lane)(), 3, elsewhere)
+    assert found == wanted
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("unit", [1, 2, 16])
-def test_many_copies_are_done_as_one(device, kernels, unit, monkeypatch):
+@pytest.mark.parametrize("gentle", [True, False])
+def test_many_copies_are_done_as_one(device, kernels, unit, gentle, monkeypatch):
     if not kernels:
         monkeypatch.setattr(device, "kernels", None)
     generator = np.random.default_rng(unit)
@@ -92,7 +123,7 @@ def test_many_copies_are_done_as_one(device, kernels, unit, monkeypatch):
     into[order] = np.cumsum(length[order]) - length[order]
     source = torch.randint(0, 256, (int(length.sum()),), dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
-    moves = device.moves(into + target.data_ptr(), out_of, length)
+    moves = device.moves(into + target.data_ptr(), out_of, length, gentle)
     moves.run(device.current(), source.data_ptr())
     wanted = torch.zeros_like(source)
     for to, at, size in zip(into, out_of, length, strict=True):
