@@ -427,3 +427,31 @@ def test_a_digest_that_differs_keeps_the_version_out(on_gpus, monkeypatch):
             sender.update_weights({"w": weights["w"] + 1}, version=2)
         assert receiver.poll_and_apply(0.2) is None
         assert torch.equal(target["w"], before)
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_no_room_for_digests_in_the_middle_costs_one_version(on_gpus, monkeypatch, end):
+    """The bucket that they are of may have left already."""
+    add = Digester.add
+
+    def full(self, bucket, part, payload, pieces, after=None):
+        if bucket == 3 and (after is not None) == (end == "sender"):
+            raise NoRoomError("it is full")
+        return add(self, bucket, part, payload, pieces, after)
+
+    target = {"w": torch.zeros(2 * MIB)}
+    scheme = ws.NCCLScheme(backend="gloo", bucket_mb=1, peer_timeout=2.0)
+    with scheme.create_sender() as sender, scheme.create_receiver(target) as receiver:
+        sender.connect()
+        receiver.connect()
+        for number in (1, 2, 3):
+            weights = {"w": torch.full((2 * MIB,), float(number))}
+            monkeypatch.setattr(Digester, "add", full if number == 2 else add)
+            if number == 2:
+                with pytest.raises(ws.WeightSyncError, match="it is full"):
+                    sender.update_weights(weights, version=number)
+                assert receiver.poll_and_apply(0.2) is None
+            else:
+                sender.update_weights(weights, version=number)
+                assert receiver.poll_and_apply(10).version.number == number
+                assert torch.equal(target["w"], weights["w"])
