@@ -1,6 +1,7 @@
 """Broadcast to receivers that die, stop, fail, come late or come back. On gloo."""
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -8,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,9 +33,11 @@ from tests.live.processes import (
     value_of,
 )
 from tests.schemes.nccl.on_gpus import pretend
+from weightsync.deadline import Deadline
 from weightsync.engines.module import ModuleEngine
-from weightsync.schemes.nccl import publisher, reader, topology
+from weightsync.schemes.nccl import publisher, reader, topology, transfer
 from weightsync.schemes.nccl.group import Group
+from weightsync.schemes.nccl.staging import Staging
 
 SHAPE = {"nbytes": 24 << 20, "tensors": 6}
 """More buckets of 1 MiB than are under way at a time."""
@@ -147,14 +151,47 @@ def flip_on_arrival(state):
     put, reader.Reader._put = reader.Reader._put, flipped
 
 
-def fail_to_join_in(state):
+def fail_to_join_in(state, after=0):
     """As of a group that torch has aborted by itself, because it heard of a member's death."""
 
     def broken(self, buffer):
+        if next(calls) < after:
+            return broadcast(self, buffer)
         Group.broadcast = broadcast
         raise ws.WeightSyncError("the communicator was aborted")
 
+    calls = itertools.count()
     broadcast, Group.broadcast = Group.broadcast, broken
+
+
+def die_at_begin(state, number):
+    """When the sender has said so often that an update begins."""
+    calls = itertools.count(1)
+    begin = reader.Reader._begin
+
+    def patched(self, connection, message):
+        if next(calls) == number:
+            die()
+        begin(self, connection, message)
+
+    reader.Reader._begin = patched
+
+
+def hang_at_post(state):
+    reader.Reader._post = lambda self, message: hang()
+
+
+def forget_bytes(state):
+    """What a slot held before is no help with the next version."""
+    begin = Staging.begin
+
+    def wiped(self, *arguments):
+        found = begin(self, *arguments)
+        if found is not None:
+            found[0].bytes.zero_()
+        return found
+
+    Staging.begin = wiped
 
 
 # -------------------------------------------------------------------- losing receivers
@@ -228,6 +265,110 @@ def test_a_receiver_that_cannot_join_in_for_anothers_death_is_not_lost(peer, sch
     assert send(sender, 2, wait="applied").behind() == ()
     assert unlucky.call(held) == (2, 2)
     assert other.call(held) == (2, 2)
+
+
+def test_one_bucket_is_not_taken_for_another_once_a_collective_failed(
+    peer, scheme, sender, monkeypatch
+):
+    """The sender hears of it late, together with what was said of the buckets behind it."""
+    sender._publisher._scheme = replace(sender._publisher._scheme, verify=False)
+    (unlucky,) = receivers(peer, replace(scheme, verify=False), "unlucky")
+    send(sender, 1, wait="applied")
+    unlucky.call(fail_to_join_in, 2)
+    settle = transfer.Transfer._settle_oldest
+
+    def late(self):
+        time.sleep(0.1)
+        settle(self)
+
+    monkeypatch.setattr(transfer.Transfer, "_settle_oldest", late)
+    assert send(sender, 2, wait="applied").behind() == ()
+    assert unlucky.call(held) == (2, 2)
+
+
+def test_another_receiver_dies_before_what_was_under_way_is_sent_again(peer, scheme, sender):
+    other, first, second = receivers(peer, scheme, "other", "first", "second")
+    send(sender, 1, wait="applied")
+    first.call(die_at_bucket, 7)
+    second.call(die_at_begin, 2)
+    with pytest.raises(ws.ReceiverError) as caught:
+        send(sender, 2, wait="applied", timeout=20)
+    assert {f.receiver: f.state for f in caught.value.failures} == {
+        "first": "dead",
+        "second": "dead",
+    }
+    assert other.call(held) == (2, 2)
+
+
+def test_one_that_went_away_and_came_back_is_not_sent_the_rest_alone(
+    peer, scheme, sender, monkeypatch
+):
+    """Both while the sender is about to build a group without another."""
+    sender._publisher._scheme = replace(sender._publisher._scheme, verify=False)
+    back, victim = receivers(peer, replace(scheme, verify=False), "back", "victim")
+    back.call(forget_bytes)
+    send(sender, 1, wait="applied")
+    victim.call(die_at_bucket, 7)
+    drop = transfer.Transfer._drop_group
+
+    def cut(self):
+        drop(self)
+        monkeypatch.setattr(transfer.Transfer, "_drop_group", drop)
+        member = self._members.find("back")
+        (former,) = member.peers.values()
+        former.connection.close()
+        eventually(lambda: former.gone and member.is_whole)
+
+    monkeypatch.setattr(transfer.Transfer, "_drop_group", cut)
+    with pytest.raises(ws.ReceiverError, match=r"'back'.*come back"):
+        send(sender, 2, wait="applied", timeout=20)
+    assert back.call(held) == (1, 1)
+    send(sender, 3, wait="applied")
+    assert back.call(held) == (3, 3)
+
+
+def test_who_stands_still_is_told_by_this_update_not_by_the_last(peer, scheme, sender):
+    """It had taken more of the last one than the other has of this one."""
+    other, hung = receivers(peer, scheme, "other", "hung")
+    send(sender, 1, wait="applied")
+    hung.call(hang_at_post)
+    with pytest.raises(ws.ReceiverError, match=r"'hung'.*stands still") as caught:
+        send(sender, 2, wait="applied", timeout=20)
+    assert [f.receiver for f in caught.value.failures] == ["hung"]
+    assert other.call(held) == (2, 2)
+
+
+def test_empty_weights_reach_one_that_is_slow_when_another_dies(peer, scheme):
+    with scheme.create_sender({}, timeout=WAIT) as sender:
+        sender.connect()
+        slow, victim = peer(), peer()
+        for one, id in ((slow, "slow"), (victim, "victim")):
+            one.call(receive_nothing, scheme, id)
+        sender.update_weights(version=1)
+        victim.call(die_at_begin, 1)
+        slow.call(begin_late, 1.0)
+        with pytest.raises(ws.ReceiverError) as caught:
+            sender.update_weights(version=2, timeout=10)
+        assert [f.receiver for f in caught.value.failures] == ["victim"]
+
+
+def receive_nothing(state, scheme, id):
+    state.receiver = scheme.create_receiver({}, id=id)
+    state.receiver.connect(WAIT)
+
+
+def begin_late(state, seconds):
+    """As if all buffers were in use for so long."""
+    begin = Staging.begin
+    free = time.monotonic() + seconds
+
+    def late(self, layout, keep, deadline, check):
+        while time.monotonic() < free:
+            check()
+            time.sleep(0.01)
+        return begin(self, layout, keep, deadline, check)
+
+    Staging.begin = late
 
 
 def test_all_receivers_die(peer, scheme, sender):
@@ -722,6 +863,72 @@ def test_a_version_that_made_room_for_one_that_did_not_come():
     assert value_of(target) == 1
     send(sender, 4)
     assert receiver.poll_and_apply(WAIT).version.number == 4
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def source_that_fails_at_once(sender):
+    passes = []
+
+    def stream():
+        for name, tensor in sender.weights.items():
+            if passes:
+                raise RuntimeError("out of memory")
+            yield name, tensor + 1
+        passes.append(1)
+
+    return stream
+
+
+def test_room_is_made_later_than_nothing_came_of_it(monkeypatch):
+    """A version that was announced is taken back however slow the receiver was to drop it."""
+    _, sender, receiver, _ = pair()
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    send(sender, 2)
+    begin = Staging.begin
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(self, *arguments):
+        found = begin(self, *arguments)
+        begun.set()
+        assert go_on.wait(WAIT)
+        return found
+
+    def stream():
+        for name, tensor in sender.weights.items():
+            if passes:
+                assert begun.wait(WAIT)
+                raise RuntimeError("out of memory")
+            yield name, tensor
+        passes.append(1)
+
+    monkeypatch.setattr(Staging, "begin", slow)
+    passes = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sender.update_weights(stream, version=3)
+    go_on.set()
+    eventually(lambda: receiver._subscriber.wait(None, Deadline(0)).number == 1)
+    assert receiver.poll_and_apply() is None
+    send(sender, 4)
+    assert receiver.poll_and_apply(WAIT).version.number == 4
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_a_receiver_does_not_wait_for_a_buffer_for_an_update_that_was_given_up():
+    _, sender, receiver, target = pair()
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    version = send(sender, 2).version
+    with receiver._subscriber.snapshot(version, Deadline(WAIT)):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            sender.update_weights(source_that_fails_at_once(sender), version=3, timeout=600)
+        with pytest.raises(ws.ReceiverError, match="buffers="):
+            send(sender, 4, timeout=2)
+    send(sender, 5)
+    assert receiver.poll_and_apply(WAIT).version.number == 5
+    assert value_of(target) == 5
     receiver.shutdown()
     sender.shutdown()
 

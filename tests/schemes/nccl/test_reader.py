@@ -65,11 +65,18 @@ def test_a_version_that_is_none_takes_no_buffer_for_ever(scheme, version):
     assert (ready["op"], ready["update"]) == ("ready", 2)
 
 
+def test_a_version_of_which_a_bucket_is_missing_is_not_whole(scheme):
+    end = {"op": "end", "update": 1, "buckets": 1}
+    _, failed = answers(scheme, begin(1, [1, 1]), end)
+    assert (failed["op"], failed["update"]) == ("failed", 1)
+    assert "0 of 1 buckets" in failed["error"]
+
+
 def test_one_that_has_nothing_to_do_has_memory_ready_for_the_next_version():
     def see(reader):
         eventually(lambda: all(len(slot.bytes) for slot in reader.staging._slots))
 
-    end = {"op": "end", "update": 1, "digests": None}
+    end = {"op": "end", "update": 1, "buckets": 0}
     scheme = ws.NCCLScheme(backend="gloo", buffers=3)
     _, whole = answers(scheme, begin(1, [1, 1]), end, then=see)
     assert whole == {"op": "whole", "update": 1}

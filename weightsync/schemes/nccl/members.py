@@ -124,6 +124,7 @@ class Members:
         self._by_id: dict[str, Member] = {}
         self._early: dict[tuple[str, int], Peer] = {}
         self._steps = 0
+        self._void = -1
         self._closed = False
 
     # ---------------------------------------------------------------- connections
@@ -265,6 +266,8 @@ class Members:
                 message = connection.receive(1 << 20)
                 with self.changed:
                     _note(peer, message)
+                    if message["op"] == "ready" and peer.ready[0] <= self._void:
+                        self.retract([receiver], self._void)  # it was slower than the sender
                     self.changed.notify_all()
         finally:
             with self.changed:
@@ -361,9 +364,10 @@ class Members:
             member.announced, member.told, member.said = self._steps, (version, manifest), False
             return self._tell(member, version, manifest)
 
-    def retract(self, receivers: Iterable[str]) -> None:
+    def retract(self, receivers: Iterable[str], update: int) -> None:
         """Take back versions that were dropped for one that did not come."""
         with self.changed:
+            self._void = update
             for member in filter(None, map(self._by_id.get, receivers)):
                 dropped = {peer.dropped for peer in member.peers.values()}
                 if member.told is not None and member.told[0] in dropped:

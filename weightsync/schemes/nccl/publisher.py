@@ -155,7 +155,7 @@ class NCCLPublisher(Publisher):
             summary, changed, streamed = self._send(transfer, inventory, version, deadline)
         except BaseException as error:
             transfer.cancel(orderly=isinstance(error, Exception))
-            members.retract(member.id for member in targets)
+            members.retract([member.id for member in targets], self._update)
             if isinstance(error, WeightSyncError) and not transfer.replicas:
                 failures = (*absent, *self._failures(members, transfer))
                 members.forget(r.receiver for r in failures if r.state == "dead")

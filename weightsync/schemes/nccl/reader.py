@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class _Update:
     Attributes:
         slot: None if it failed: what comes is dropped then.
         digests: of all of it, as the sender wrote them.
+        taken: the buckets that were put into their places.
     """
 
     number: int
@@ -75,6 +76,7 @@ class _Update:
     slot: Slot | None
     dropped: Version | None
     digests: str = ""
+    taken: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -147,7 +149,9 @@ class Reader:
         self._orders: queue.Queue[tuple[Connection, Message] | None] = queue.Queue()
         self._groups: dict[int, Group] = {}
         self._left: set[int] = set()
+        self._broken: set[int] = set()
         self._current: Connection | None = None
+        self._cancelled: tuple[Connection, int] | None = None
         self._update: _Update | None = None
         self._under_way: deque[_Arriving] = deque()
         self._closed = False
@@ -183,6 +187,8 @@ class Reader:
             return
         if message["op"] == "leave":
             self._left.add(message["round"])  # at once: the other thread may be stuck in it
+        elif message["op"] == "cancel":
+            self._cancelled = connection, message["update"]  # or be waiting for a buffer for it
         self._orders.put((connection, message))
 
     def _lost(self, connection: Connection) -> None:
@@ -287,11 +293,17 @@ class Reader:
             self._fail()
             layout = self.staging.layout(str(message["fingerprint"]), message.get("manifest"))
             version, keep = Version.parse(message["version"]), message.get("keep")
+
+            def check() -> None:
+                self._check(int(message["round"]))
+                if self._cancelled == (connection, number):
+                    raise _Abandoned
+
             found = self.staging.begin(
                 layout,
                 None if keep is None else Version.parse(keep),
                 Deadline(float(message["seconds"])),
-                lambda: self._check(int(message["round"])),
+                check,
             )
             if found is None:
                 connection.tell({"op": "busy", "update": number})
@@ -310,8 +322,8 @@ class Reader:
             self._take_oldest()
         number = int(message["round"])
         group = self._groups.get(number)
-        if group is None:
-            return  # left already
+        if group is None or number in self._left or number in self._broken:
+            return
         buffer: torch.Tensor | None = None
         arriving = _Arriving(number, group, message, [], [])
         for index, part in enumerate(message["parts"]):
@@ -333,8 +345,7 @@ class Reader:
             for each in arriving.parts:
                 arriving.works.append(group.broadcast(each.payload))
         except WeightSyncError as error:  # another member is gone, which is no fault of ours
-            self._give_up()
-            self._say_failed(self._current, {"round": number}, error)
+            self._break_off(number, error)
 
     def _buffer(self, group: Group, bucket: int, size: int) -> torch.Tensor:
         """The group's own: a collective of a group that was left may still write into its.
@@ -377,8 +388,7 @@ class Reader:
                 self._give_up()
                 return
             except Exception as error:  # the collective itself failed
-                self._give_up()
-                self._say_failed(self._current, {"round": arriving.round}, error)
+                self._break_off(arriving.round, error)
                 return
             self._under_way.popleft()
             self._take(arriving)
@@ -394,6 +404,7 @@ class Reader:
             if self._update is not None and self._update.number == message["update"]:
                 for part in arriving.parts:
                     self._put(part, message)
+                self._update.taken.add(int(message["number"]))
         except Exception as error:
             self._fail_slot()
             self._say_failed(connection, {"update": message["update"]}, error)
@@ -437,6 +448,13 @@ class Reader:
             out_of += length
         settle(self._lane)
 
+    def _break_off(self, number: int, error: Exception) -> None:
+        """A collective failed. Nothing more is taken from its group: the bucket that comes next
+        could get the bytes of this one, and would be said to be the last that is missing."""
+        self._broken.add(number)
+        self._give_up()
+        self._say_failed(self._current, {"round": number}, error)
+
     def _give_up(self) -> None:
         """Wait no more for what is under way; it may still arrive, where it does no harm."""
         direct = any(part.direct for arriving in self._under_way for part in arriving.parts)
@@ -463,6 +481,8 @@ class Reader:
         update = self._update
         if update is None or update.number != message["update"] or update.slot is None:
             return
+        if len(update.taken) != message["buckets"]:
+            raise ProtocolError(f"{len(update.taken)} of {message['buckets']} buckets have arrived")
         self._compare(update.slot, update.digests)
         self.staging.end(update.slot, update.version)
         self._update = None
@@ -503,6 +523,7 @@ class Reader:
         self._under_way.clear()
         self._fail()
         self._left.clear()
+        self._broken.clear()
 
     def _check(self, number: int) -> None:
         """

@@ -226,6 +226,8 @@ class Transfer:
         self._peers: list[Peer] = []
         self._round = -1
         self._ready = -1
+        self._begun: dict[str, list[Peer]] = {}
+        self._count = 0
         self._group: Group | None = None
         self._in_flight = in_flight
         self._buffers: list[torch.Tensor] = []
@@ -273,6 +275,7 @@ class Transfer:
         while len(self._under_way) >= self._in_flight:
             self._mending(self._settle_oldest)
         self._mending(lambda: self._post(bucket))
+        self._count = bucket.number + 1
 
     def finish(self, digests: Digests | None = None) -> None:
         """Wait until all have all of it.
@@ -297,7 +300,8 @@ class Transfer:
             settle_all()
             for peer in self._peers:
                 if peer.whole != self._update:
-                    peer.connection.tell({"op": "end", "update": self._update})
+                    end = {"op": "end", "update": self._update, "buckets": self._count}
+                    peer.connection.tell(end)
             self._await(
                 lambda peer: peer.whole == self._update, "it has not said that all is there"
             )
@@ -331,7 +335,8 @@ class Transfer:
         """Take a step; as often as replicas are lost in it, go on without them."""
         while True:
             try:
-                if self._group is None and (self._under_way or not self._ending):
+                over = self._ending and not self._under_way and self._ready == self._round
+                if self._group is None and not over:
                     self._gather()
                 step()
                 return
@@ -397,10 +402,12 @@ class Transfer:
         with self._members.changed:
             peers = []
             for member in members:
+                here = [member.peers[rank] for rank in sorted(member.peers)]
                 if not member.is_whole:
                     self.lost[member.id] = False, member.missing()
-                for rank in sorted(member.peers):
-                    peers.append(member.peers[rank])
+                elif self._begun.get(member.id, here) != here:
+                    self.lost[member.id] = False, "it went away, and has come back"
+                peers += here
         self._replicas = [member for member in members if member.id not in self.lost]
         self._peers = [peer for peer in peers if peer.receiver not in self.lost]
         if not self._replicas:
@@ -411,10 +418,9 @@ class Transfer:
         number, group = self._rounds.get(self._peers, seconds)
         self._round, self._group = number, group
         self._begin()
-        again = [bucket for bucket, _ in self._under_way]
-        self._under_way.clear()
-        for bucket in again:
-            self._post(bucket)
+        # Each stays under way, whatever becomes of those before it: another may be lost just now.
+        for place, (bucket, _) in enumerate(tuple(self._under_way)):
+            self._under_way[place] = bucket, self._broadcast(bucket)
 
     def _begin(self) -> None:
         document = None
@@ -433,6 +439,9 @@ class Transfer:
                 message["manifest"] = document
             peer.connection.tell(message)
             peer.fingerprint = self._manifest.fingerprint
+        # One that comes back in between has nothing of what was sent.
+        for member in self._replicas:
+            self._begun[member.id] = [p for p in self._peers if p.receiver == member.id]
 
     def _require_ready(self) -> None:
         """
@@ -452,8 +461,11 @@ class Transfer:
         self._ready = self._round
 
     def _patience(self) -> float:
-        """Seconds for a slow receiver to free a buffer; the others wait with it."""
-        return self._deadline.remaining / (1 if len(self._replicas) == 1 else 2)
+        """Seconds for a slow receiver to free a buffer; the others wait with it.
+
+        Not all that are left: it has to say that it has none.
+        """
+        return self._deadline.remaining * (0.9 if len(self._replicas) == 1 else 0.5)
 
     def _held_by(self, receiver: str) -> Version | None:
         member = self._members.find(receiver)
@@ -462,6 +474,9 @@ class Transfer:
     # ---------------------------------------------------------------- buckets
 
     def _post(self, bucket: Bucket) -> None:
+        self._under_way.append((bucket, self._broadcast(bucket)))
+
+    def _broadcast(self, bucket: Bucket) -> list[Any]:
         assert self._group is not None
         self._require_ready()
         message = {
@@ -470,9 +485,9 @@ class Transfer:
             "round": self._round,
             "size": self._size,
         }
-        self._tell(message)
         payloads = [part.payload.to(self._device) for part in bucket.parts]
-        self._under_way.append((bucket, [self._group.broadcast(each) for each in payloads]))
+        self._tell(message)
+        return [self._group.broadcast(each) for each in payloads]
 
     def _settle_oldest(self) -> None:
         """Wait until everybody has the oldest bucket under way."""
@@ -482,23 +497,20 @@ class Transfer:
         moved = time.monotonic()
         before = -1
 
-        def has_it(peer: Peer) -> bool:
-            return peer.update == self._update and peer.took >= bucket.number
+        def took(peer: Peer) -> int:
+            return peer.took if peer.update == self._update else -1
 
         while works:
             if group.wait_a_moment(works[0]):
                 group.settle(works.pop(0))
                 continue
             self._look_after()
-            took = sum(peer.took for peer in self._peers)
-            if took != before:
-                before, moved = took, time.monotonic()
+            taken = list(map(took, self._peers))
+            if sum(taken) != before:
+                before, moved = sum(taken), time.monotonic()
             if time.monotonic() - moved > 3 * self._silence or self._deadline.expired:
-                slowest = min(peer.took for peer in self._peers)
-                raise Lost(
-                    {p: "it stands still in the transfer" for p in self._peers if p.took == slowest}
-                )
-        self._await(has_it, "it stands still in the transfer", 3 * self._silence)
+                raise Lost({p: _STILL for p in self._peers if took(p) == min(taken)})
+        self._await(lambda peer: took(peer) >= bucket.number, _STILL, 3 * self._silence)
         self._under_way.popleft()
 
     # ---------------------------------------------------------------- waiting for peers
@@ -551,6 +563,8 @@ class Transfer:
         if broken:
             raise WeightSyncError(broken[0])
 
+
+_STILL = "it stands still in the transfer"
 
 _BUSY = (
     "its engine still reads the versions in all of its buffers= (more of them give a slow one more "
