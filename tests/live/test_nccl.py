@@ -916,6 +916,29 @@ def test_room_is_made_later_than_nothing_came_of_it(monkeypatch):
     sender.shutdown()
 
 
+def test_a_version_that_came_twice_is_not_taken_back_for_its_first_copy(monkeypatch):
+    _, sender, receiver, target = pair()
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    send(sender, 2)
+    send(sender, 2)  # into the buffer of the first copy
+
+    def none_is_free(self, layout, keep, deadline, check):
+        while not deadline.expired:
+            check()
+            time.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "begin", none_is_free)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            sender.update_weights(source_that_fails_at_once(sender), version=3)
+    assert sender._publisher._members.find("r").told[0].number == 2
+    assert receiver.poll_and_apply(WAIT).version.number == 2
+    assert value_of(target) == 2
+    receiver.shutdown()
+    sender.shutdown()
+
+
 def test_a_receiver_does_not_wait_for_a_buffer_for_an_update_that_was_given_up():
     _, sender, receiver, target = pair()
     send(sender, 1)

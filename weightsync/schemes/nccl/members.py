@@ -362,6 +362,8 @@ class Members:
             member = self._by_id.get(member.id, member)
             self._steps += 1
             member.announced, member.told, member.said = self._steps, (version, manifest), False
+            for peer in member.peers.values():
+                peer.dropped = None  # it may have been this one: an earlier copy of it
             return self._tell(member, version, manifest)
 
     def retract(self, receivers: Iterable[str], update: int) -> None:
