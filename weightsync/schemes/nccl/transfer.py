@@ -465,7 +465,8 @@ class Transfer:
 
         Not all that are left: it has to say that it has none.
         """
-        return self._deadline.remaining * (0.9 if len(self._replicas) == 1 else 0.5)
+        left = self._deadline.remaining
+        return max(0.9 * left, left - 1.0) if len(self._replicas) == 1 else left / 2
 
     def _held_by(self, receiver: str) -> Version | None:
         member = self._members.find(receiver)
