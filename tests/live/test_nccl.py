@@ -327,6 +327,7 @@ def test_one_that_went_away_and_came_back_is_not_sent_the_rest_alone(
     assert back.call(held) == (3, 3)
 
 
+@pytest.mark.slow
 def test_who_stands_still_is_told_by_this_update_not_by_the_last(peer, scheme, sender):
     """It had taken more of the last one than the other has of this one."""
     other, hung = receivers(peer, scheme, "other", "hung")
