@@ -286,6 +286,37 @@ def test_one_bucket_is_not_taken_for_another_once_a_collective_failed(
     assert unlucky.call(held) == (2, 2)
 
 
+def test_a_bucket_that_has_no_place_is_not_followed_by_others(peer, scheme, sender):
+    """They would get its bytes; gloo ends a process that gets more than it has room for."""
+    other, full = receivers(peer, scheme, "other", "full")
+    send(sender, 1, wait="applied")
+    full.call(fail_to_check)
+    with pytest.raises(ws.ReceiverError, match=r"'full'.*no room"):
+        send(sender, 2, wait="applied", timeout=20)
+    assert other.call(held) == (2, 2)
+    assert full.call(joined_in) == 0
+
+
+def fail_to_check(state):
+    check, broadcast = reader.check, Group.broadcast
+    state.calls = []
+
+    def broken(part, manifest):
+        reader.check = check
+        Group.broadcast = counted
+        raise ws.WeightSyncError("no room")
+
+    def counted(self, buffer):
+        state.calls.append(self)
+        return broadcast(self, buffer)
+
+    reader.check = broken
+
+
+def joined_in(state):
+    return len(state.calls)
+
+
 def test_another_receiver_dies_before_what_was_under_way_is_sent_again(peer, scheme, sender):
     other, first, second = receivers(peer, scheme, "other", "first", "second")
     send(sender, 1, wait="applied")

@@ -324,6 +324,7 @@ class Reader:
         group = self._groups.get(number)
         if group is None or number in self._left or number in self._broken:
             return
+        self._broken.add(number)  # unless its collectives begin
         buffer: torch.Tensor | None = None
         arriving = _Arriving(number, group, message, [], [])
         for index, part in enumerate(message["parts"]):
@@ -346,6 +347,8 @@ class Reader:
                 arriving.works.append(group.broadcast(each.payload))
         except WeightSyncError as error:  # another member is gone, which is no fault of ours
             self._break_off(number, error)
+            return
+        self._broken.discard(number)
 
     def _buffer(self, group: Group, bucket: int, size: int) -> torch.Tensor:
         """The group's own: a collective of a group that was left may still write into its.
