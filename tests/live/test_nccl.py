@@ -331,6 +331,42 @@ def test_another_receiver_dies_before_what_was_under_way_is_sent_again(peer, sch
     assert other.call(held) == (2, 2)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_another_receiver_dies_while_the_next_group_is_built(peer, scheme, sender, verify):
+    """Who cannot build it for that keeps what it has of the version."""
+    scheme = replace(scheme, verify=verify)
+    sender._publisher._scheme = scheme
+    other, first, second = receivers(peer, scheme, "other", "first", "second")
+    send(sender, 1, wait="applied")
+    first.call(die_at_bucket, 7)
+    second.call(die_at_join)
+    other.call(fail_to_build)
+    with pytest.raises(ws.ReceiverError) as caught:
+        send(sender, 2, wait="applied", timeout=20)
+    assert {f.receiver for f in caught.value.failures} == {"first", "second"}
+    assert other.call(held) == (2, 2)
+    assert other.call(rounds_that_are_over) == set()
+
+
+def rounds_that_are_over(state):
+    known = state.receiver._subscriber._reader
+    return known._left | known._broken
+
+
+def die_at_join(state):
+    reader.Reader._join = lambda self, connection, message: die()
+
+
+def fail_to_build(state):
+    """Once: as gloo does when a member closes its connection meanwhile."""
+
+    def broken(*arguments):
+        reader.Group = Group
+        raise ws.WeightSyncError("connection closed by peer")
+
+    reader.Group = broken
+
+
 def test_one_that_went_away_and_came_back_is_not_sent_the_rest_alone(
     peer, scheme, sender, monkeypatch
 ):
@@ -984,6 +1020,34 @@ def test_a_receiver_does_not_wait_for_a_buffer_for_an_update_that_was_given_up()
     send(sender, 5)
     assert receiver.poll_and_apply(WAIT).version.number == 5
     assert value_of(target) == 5
+    receiver.shutdown()
+    sender.shutdown()
+
+
+def test_two_updates_are_given_up_faster_than_a_receiver_looks(monkeypatch):
+    """While it waits for a buffer for the first of them."""
+    _, sender, receiver, target = pair()
+    send(sender, 1)
+    receiver.poll_and_apply(WAIT)
+    begin, go_on = Staging.begin, threading.Event()
+
+    def none_is_free(self, layout, keep, deadline, check):
+        assert go_on.wait(WAIT)
+        while not deadline.expired:
+            check()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Staging, "begin", none_is_free)
+    for number in (2, 3):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            sender.update_weights(source_that_fails_at_once(sender), version=number, timeout=600)
+    # Besides the first begin, which it is at: cancel, begin, cancel.
+    eventually(lambda: receiver._subscriber._reader._orders.qsize() == 3)
+    monkeypatch.setattr(Staging, "begin", begin)
+    go_on.set()
+    send(sender, 4, timeout=10)
+    assert receiver.poll_and_apply(WAIT).version.number == 4
+    assert value_of(target) == 4
     receiver.shutdown()
     sender.shutdown()
 

@@ -223,7 +223,8 @@ class Reader:
             except _Abandoned:
                 self._give_up()
             except Exception as error:
-                self._fail()
+                if message["op"] != "group":  # without it another is built, for the same update
+                    self._fail()
                 self._say_failed(connection, message, error)
         self._abandon()
 
@@ -280,6 +281,8 @@ class Reader:
     def _leave(self, number: int) -> None:
         if any(arriving.round == number for arriving in self._under_way):
             self._give_up()
+        self._left.discard(number)  # nothing more is said of it
+        self._broken.discard(number)
         group = self._groups.pop(number, None)
         if group is not None and not group.leave() and self._device.type != "cpu":
             self._fail_slot(written=True)  # what is stuck in it may write there yet
@@ -296,7 +299,8 @@ class Reader:
 
             def check() -> None:
                 self._check(int(message["round"]))
-                if self._cancelled == (connection, number):
+                where, last = self._cancelled or (None, -1)
+                if where is connection and number <= last:  # the next may be cancelled already
                     raise _Abandoned
 
             found = self.staging.begin(
