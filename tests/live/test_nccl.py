@@ -348,6 +348,24 @@ def test_another_receiver_dies_while_the_next_group_is_built(peer, scheme, sende
     assert other.call(rounds_that_are_over) == set()
 
 
+@pytest.mark.parametrize("how", [stop, hang])
+def test_one_that_does_not_come_to_the_next_group_takes_nobody_along(peer, scheme, sender, how):
+    """Stopped, or hanging while it answers: all the others say that they could not build it."""
+    other, third, first, absent = receivers(peer, scheme, "other", "third", "first", "absent")
+    send(sender, 1, wait="applied")
+    first.call(die_at_bucket, 7)
+    absent.call(stay_away, how)
+    with pytest.raises(ws.ReceiverError) as caught:
+        send(sender, 2, wait="applied", timeout=12)
+    assert {f.receiver for f in caught.value.failures} == {"first", "absent"}
+    assert other.call(held) == (2, 2)
+    assert third.call(held) == (2, 2)
+
+
+def stay_away(state, how):
+    reader.Reader._join = lambda self, connection, message: how()
+
+
 def rounds_that_are_over(state):
     known = state.receiver._subscriber._reader
     return known._left | known._broken

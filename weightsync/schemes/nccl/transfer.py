@@ -21,6 +21,7 @@ from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.schemes.nccl.buckets import Bucket
+from weightsync.schemes.nccl.building import Building
 from weightsync.schemes.nccl.digests import to_text
 from weightsync.schemes.nccl.endpoint import is_loopback
 from weightsync.schemes.nccl.group import Group, join_store, serve_store
@@ -95,6 +96,13 @@ class Rounds:
                     "seconds": seconds,
                 }
             )
+        silence = min(self._scheme.peer_timeout, 0.6 * seconds)
+        building = Building(self._members, peers, number, seconds, silence)
+
+        def check() -> None:
+            if building.trouble():
+                raise Lost({})  # by whom is looked into below
+
         try:
             group = call_with_deadline(
                 lambda: Group(
@@ -110,49 +118,27 @@ class Rounds:
                 ),
                 Deadline(seconds + 1),
                 f"building a group of {size}",
-                lambda: self._require_none_failed(peers, number),
+                check,
             )
             self._groups[key] = number, group
             self._busy = number
             if not self._members.wait_for(
                 lambda: all(number in peer.grouped for peer in peers),
                 Deadline(seconds),
-                lambda: self._require_none_failed(peers, number),
+                check,
             ):
                 raise Lost({})
         except BaseException as error:
-            self._tell_leave(peers, number)
-            if key in self._groups:
-                self._groups.pop(key)[1].leave()
-            if isinstance(error, Lost | WeightSyncError):
-                raise self._culprits(peers, number) or error from None
-            raise
+            try:
+                # Before they are told to leave: who was, says no more that it failed.
+                if isinstance(error, Lost | WeightSyncError) and (why := building.culprits()):
+                    raise Lost(why) from None
+                raise
+            finally:
+                self._tell_leave(peers, number)
+                if key in self._groups:
+                    self._groups.pop(key)[1].leave()
         return number, group
-
-    def _require_none_failed(self, peers: Sequence[Peer], number: int) -> None:
-        """
-        Raises:
-            Lost: the group cannot be built any more.
-        """
-        lost = {peer: "its process is gone" for peer in peers if peer.gone}
-        lost |= {p: p.failed["round", number] for p in peers if ("round", number) in p.failed}
-        if lost:
-            raise Lost(lost)
-
-    def _culprits(self, peers: Sequence[Peer], number: int) -> Lost | None:
-        """Who is to blame for a group that was not built: those that died; else those that say why
-        they could not; else those that never came."""
-        # One that fails because another died often says so before the other's death is noticed.
-        self._members.wait_for(lambda: any(peer.gone for peer in peers), Deadline(0.3))
-        gone = {peer: "its process is gone" for peer in peers if peer.gone}
-        failed = {p: p.failed["round", number] for p in peers if ("round", number) in p.failed}
-        absent = {
-            peer: "it did not join the group"
-            for peer in peers
-            if number not in peer.grouped and peer not in failed
-        }
-        why = gone or failed or absent
-        return Lost(why) if why else None
 
     def _tell_leave(self, peers: Sequence[Peer], number: int) -> None:
         for peer in peers:
