@@ -493,8 +493,10 @@ class Sender(SchemeEnd):
                 status = receiver.status() if receiver.scheme == self.scheme else None
             if status is not None:
                 answers[receiver.id] = status
-        if owed is not None and set(receivers or ["?"]) - set(answers):
-            late = self._wait_applied(owed, version, deadline, receivers)
+        # Nobody waits for one that was lost: the publisher may know it no more.
+        rest = None if not receivers else [id for id in receivers if id not in answers]
+        if owed is not None and (rest is None or rest):
+            late = self._wait_applied(owed, version, deadline, rest)
             if not late and not answers:
                 raise DeadlineError(
                     f"version {version.number} is published, but no receiver was connected "

@@ -348,6 +348,25 @@ def test_another_receiver_dies_while_the_next_group_is_built(peer, scheme, sende
     assert other.call(rounds_that_are_over) == set()
 
 
+def test_nobody_waits_for_one_of_receivers_that_was_lost(peer, scheme, sender, monkeypatch):
+    other, victim = receivers(peer, scheme, "other", "victim")
+    send(sender, 1, wait="applied")
+    wait_applied = sender._publisher.wait_applied
+    ends = []
+
+    def watched(version, deadline, receivers=None):
+        found = wait_applied(version, deadline, receivers)
+        ends.append(deadline.expired)
+        return found
+
+    monkeypatch.setattr(sender._publisher, "wait_applied", watched)
+    victim.call(die_at_bucket, 7)
+    with pytest.raises(ws.ReceiverError, match="'victim'"):
+        send(sender, 2, wait="applied", timeout=10, receivers=["other", "victim"])
+    assert ends == [False]
+    assert other.call(held) == (2, 2)
+
+
 @pytest.mark.parametrize("how", [stop, hang])
 def test_one_that_does_not_come_to_the_next_group_takes_nobody_along(peer, scheme, sender, how):
     """Stopped, or hanging while it answers: all the others say that they could not build it."""
