@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from weightsync.deadline import Deadline
+from weightsync.schemes.nccl.asking import Asking
 from weightsync.schemes.nccl.members import Members, Peer
 
 _DEATH = 0.3
@@ -31,11 +31,12 @@ class Building:
         self._members, self._peers, self._number = members, peers, number
         self._silence = silence
         self._end = Deadline(seconds)
-        self._asked: dict[Peer, float] = {}
+        self._asking = Asking(silence)
 
     def trouble(self) -> bool:
         """Whether nothing can come of it any more. Asks those that are not there yet."""
-        self._ask(self._silence / 4)
+        for peer in self._absent():
+            self._asking.ask(peer)
         return bool(self._gone() or self._failed() or self._silent())
 
     def culprits(self) -> dict[Peer, str]:
@@ -48,9 +49,13 @@ class Building:
         )
         if gone := self._gone():
             return gone
-        self._ask(0.0)
+        for peer in self._absent():
+            self._asking.ask(peer, quiet=0.0)
         self._members.wait_for(
-            lambda: all(self._answered(peer) for peer in self._absent()) or bool(self._silent()),
+            lambda: (
+                all(p.gone or self._asking.answered(p) for p in self._absent())
+                or bool(self._silent())
+            ),
             Deadline(2 * self._silence),
         )
         absent = dict.fromkeys(self._absent(), "it did not join the group")
@@ -67,23 +72,6 @@ class Building:
         key = "round", self._number
         return {peer: peer.failed[key] for peer in self._peers if key in peer.failed}
 
-    def _answered(self, peer: Peer) -> bool:
-        return peer.gone or peer.connection.heard > self._asked.get(peer, 0.0)
-
-    def _ask(self, quiet: float) -> None:
-        """Those of which nothing was heard for so long. It is not the thread that builds which
-        answers."""
-        for peer in self._absent():
-            now = time.monotonic()
-            if self._answered(peer) and now - peer.connection.heard > quiet:
-                self._asked[peer] = now
-                peer.connection.tell({"op": "ping"})
-
     def _silent(self) -> dict[Peer, str]:
-        now = time.monotonic()
-        silent = [
-            peer
-            for peer in self._absent()
-            if not self._answered(peer) and now - self._asked[peer] > self._silence
-        ]
-        return {p: f"it has not answered for {now - self._asked[p]:.1f} s" for p in silent}
+        words = ((peer, self._asking.silent(peer)) for peer in self._absent() if not peer.gone)
+        return {peer: said for peer, said in words if said is not None}

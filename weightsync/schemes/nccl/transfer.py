@@ -20,6 +20,7 @@ from weightsync.chunks import Digests
 from weightsync.deadline import Deadline, call_with_deadline
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
+from weightsync.schemes.nccl.asking import Asking
 from weightsync.schemes.nccl.buckets import Bucket
 from weightsync.schemes.nccl.building import Building
 from weightsync.schemes.nccl.digests import to_text
@@ -218,7 +219,7 @@ class Transfer:
         self._in_flight = in_flight
         self._buffers: list[torch.Tensor] = []
         self._under_way: deque[tuple[Bucket, list[Any]]] = deque()
-        self._asked: dict[Peer, float] = {}
+        self._asking = Asking(self._silence)
         self._repeated = 0
         self._ending = False
         self.lost: dict[str, tuple[bool, str]] = {}
@@ -272,22 +273,18 @@ class Transfer:
         Raises:
             WeightSyncError: nobody is left.
         """
-
-        def settle_all() -> None:
-            while self._under_way:
-                self._settle_oldest()
-
         if digests is not None:  # a long message, which is read while buckets are under way
             text = to_text(digests)
             self._tell({"op": "digests", "update": self._update, "digests": text})
 
         def end() -> None:
             self._require_ready()
-            settle_all()
+            while self._under_way:
+                self._settle_oldest()
+            message = {"op": "end", "update": self._update, "buckets": self._count}
             for peer in self._peers:
                 if peer.whole != self._update:
-                    end = {"op": "end", "update": self._update, "buckets": self._count}
-                    peer.connection.tell(end)
+                    peer.connection.tell(message)
             self._await(
                 lambda peer: peer.whole == self._update, "it has not said that all is there"
             )
@@ -529,22 +526,17 @@ class Transfer:
         """
         lost = {}
         broken = []
-        now = time.monotonic()
         for peer in self._peers:
-            asked = self._asked.get(peer)
-            if asked is not None and peer.connection.heard > asked:
-                asked = self._asked.pop(peer, None) and None
             if peer.gone:
                 lost[peer] = "its process is gone"
             elif ("update", self._update) in peer.failed:
                 lost[peer] = peer.failed["update", self._update]
             elif ("round", self._round) in peer.failed:
                 broken.append(peer.failed["round", self._round])
-            elif asked is not None and now - asked > self._silence:
-                lost[peer] = f"it has not answered for {now - asked:.1f} s"
-            elif asked is None and now - peer.connection.heard > self._silence / 4:
-                self._asked[peer] = now
-                peer.connection.tell({"op": "ping"})
+            elif words := self._asking.silent(peer):
+                lost[peer] = words
+            else:
+                self._asking.ask(peer)
         if lost:
             raise Lost(lost)
         if broken:
